@@ -1,0 +1,5 @@
+"""The lab: machine card, timing, plates (recorded results), figures and experiments.
+
+One measurement goes one way: `experiments.NAME.measure(params)` -> rows -> `plate.save` -> JSON ->
+`plate.draw` -> PNG. `commands` holds what the command line calls. Nothing heavy is imported here.
+"""

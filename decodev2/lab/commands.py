@@ -1,0 +1,183 @@
+"""What the command line calls: run an experiment, list, draw, lint. Each returns an exit status.
+
+Standard output carries the result only; progress and everything a run prints go to standard error,
+so `--json` output can be parsed. Errors are DecodeError: one line, for the caller to print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json as json_text
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import DecodeError
+from . import card, experiments, plate
+from .plate import Plate
+
+DEFAULT_RUNS = Path("runs")
+
+
+def run(
+    name: str,
+    params: Sequence[str] = (),
+    runs_dir: str | Path = DEFAULT_RUNS,
+    json: bool = False,
+    save: bool = True,
+) -> int:
+    """Measure experiment `name` with `params` ("key=value" texts), save, draw and index its plate.
+
+    Prints the plate's path, or with `json` the plate. With `save=False` nothing is written and the
+    plate is printed.
+    """
+    module = experiments.get(name)
+    values = parse_params(module.PARAMS, params, name)
+    with contextlib.redirect_stdout(sys.stderr), _progress(name) as progress:
+        made = record(name, values, progress)
+        path = None
+        if save:
+            path = plate.save(made, runs_dir)
+            plate.draw(path)
+            plate.index(runs_dir)
+    if json or path is None:
+        sys.stdout.write(plate.dumps(plate.clean(made)))
+    else:
+        print(path)
+    return 0
+
+
+def record(name: str, params: dict, progress=lambda done, total, text: None) -> Plate:
+    """Measure with complete `params` and return the plate, not saved. What notebooks call."""
+    module = experiments.get(name)
+    measured = module.measure(params, progress)
+    made = Plate(
+        experiment=name,
+        title=module.TITLE,
+        question=module.QUESTION,
+        prediction=module.PREDICTION,
+        verdict=measured.verdict,
+        card=measured.card or card.card(module.DEVICE),
+        params={key: _without_folder(value) for key, value in params.items()},
+        columns=measured.columns,
+        rows=measured.rows,
+        figure=measured.figure,
+        notes=measured.notes,
+        code=card.code_state(module.DEPENDS),
+    )
+    return made
+
+
+def _without_folder(value):
+    """A path says where somebody keeps files; its last part says which file it was."""
+    return Path(value).name if isinstance(value, str) and ("/" in value or "\\" in value) else value
+
+
+@contextlib.contextmanager
+def _progress(name: str):
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=name, file=sys.stderr, disable=None, leave=False) as bar:
+
+        def report(done: int, total: int, text: str) -> None:
+            bar.total = total
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(done - bar.n)
+
+        yield report
+
+
+def parse_params(known: dict, given: Sequence[str], name: str = "experiment") -> dict[str, object]:
+    """Defaults of `known` ({name: (default, help)}) with "key=value" texts of the default's type.
+
+    Lists are separated by commas. Raises DecodeError for a text without "=", an unknown or repeated
+    name, or a value of another type.
+    """
+    values = {key: default for key, (default, _) in known.items()}
+    seen = set()
+    unknown = [text.partition("=")[0] for text in given if text.partition("=")[0] not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
+        raise DecodeError(f"{name} has no parameter {', '.join(map(repr, unknown))}; {hint}")
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise DecodeError(f"parameter {text!r} has no value; needs {key}=VALUE")
+        if key in seen:
+            raise DecodeError(f"parameter {key!r} is given twice; needs one value")
+        seen.add(key)
+        values[key] = _convert(key, value, known[key][0])
+    return values
+
+
+def _convert(key: str, text: str, default: object):
+    if isinstance(default, bool):
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() not in words:
+            raise DecodeError(f"parameter {key} is {text!r}, needs true or false")
+        return words[text.lower()]
+    if isinstance(default, int | float):
+        kind, what = (int, "a whole number") if isinstance(default, int) else (float, "a number")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or value != value or value in (float("inf"), float("-inf")):
+            raise DecodeError(f"parameter {key} is {text!r}, needs {what}")
+        return value
+    if isinstance(default, list):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def list_experiments(json: bool = False) -> int:
+    """Print every experiment with its question and parameters."""
+    modules = {name: experiments.get(name) for name in experiments.names()}
+    if json:
+        table = {
+            name: {
+                "title": m.TITLE,
+                "question": m.QUESTION,
+                "device": m.DEVICE,
+                "params": {k: {"default": v, "help": text} for k, (v, text) in m.PARAMS.items()},
+            }
+            for name, m in modules.items()
+        }
+        print(json_text.dumps(table, indent=1, sort_keys=True))
+        return 0
+    for name, m in modules.items():
+        print(f"{name}  [{m.DEVICE}]\n  {m.QUESTION}")
+        for key, (default, text) in m.PARAMS.items():
+            shown = ",".join(default) if isinstance(default, list) else default
+            print(f"    {f'{key}={shown}':<32} {text}")
+    return 0
+
+
+def draw(target: str | Path = DEFAULT_RUNS) -> int:
+    """Draw one plate, or all below a folder (then its index too); print what was written."""
+    target = Path(target)
+    if not target.exists():
+        raise DecodeError(f"{target}: no such file or folder; needs a plate or a folder of plates")
+    paths = plate.plate_paths(target) if target.is_dir() else [target]
+    for path in paths:
+        if png := plate.draw(path):
+            print(png)
+    if target.is_dir():
+        print(plate.index(target))
+    return 0
+
+
+def lint(target: str | Path = DEFAULT_RUNS, json: bool = False) -> int:
+    """Print every problem of a plate or of all plates below a folder; 1 if there is any."""
+    found = plate.lint(target)
+    if json:
+        print(json_text.dumps(found, indent=1))
+    else:
+        for problem in found:
+            print(problem)
+        if not found:
+            count = len(plate.plate_paths(target)) if Path(target).is_dir() else 1
+            print(f"{count} plates, no problem")
+    return 1 if found else 0

@@ -1,0 +1,131 @@
+"""Builds and loads the kernels in `csrc/`, lazily. The only module that knows compilers.
+
+One extension per kernel file group. The build key is a hash of every source in the group, the
+flags, torch's version and, for CUDA, the architectures: changing any of them builds anew, changing
+it back finds the old build. A lock that dies with its process guards each build, so a killed build
+never blocks the next one and two processes never build the same thing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from .errors import BuildError
+
+CPU_FLAGS = ["-O3", "-std=c++17", "-fopenmp"]
+
+
+def csrc_folder() -> Path:
+    """The kernel sources: beside the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    for folder in (package.parent / "csrc", package / "csrc"):
+        if folder.is_dir():
+            return folder
+    raise BuildError(f"kernel sources not found beside or in {package}; reinstall decodev2")
+
+
+def cache_folder() -> Path:
+    """Where builds live: $DECODEV2_CACHE, else $XDG_CACHE_HOME/decodev2, else ~/.cache/decodev2."""
+    explicit = os.environ.get("DECODEV2_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decodev2"
+
+
+def source_hash(files: list[Path], *extra: str) -> str:
+    """12 hex digits over the names and contents of `files` and the strings in `extra`."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for text in extra:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _exclusive(lock_path: Path):
+    """Hold an advisory lock; the kernel releases it when the process dies."""
+    with open(lock_path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _missing_tools() -> list[str]:
+    compiler = os.environ.get("CXX", "c++")
+    found = {
+        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
+        f"C++ compiler ({compiler})": shutil.which(compiler),
+    }
+    return [name for name, path in found.items() if not path]
+
+
+def _build(name: str, files: list[Path], flags: list[str], include: Path):
+    """Compile `files` into an extension, or load the build that is already there."""
+    import torch
+    from torch.utils import cpp_extension
+
+    key = source_hash(files, " ".join(flags), torch.__version__, sys.version.split()[0])
+    module_name = f"decodev2_{name}_{key}"
+    folder = cache_folder() / module_name
+    library = folder / f"{module_name}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    # ninja may live in the virtual environment's bin without that being on PATH
+    path = os.environ.get("PATH", "")
+    if not shutil.which("ninja"):
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+    try:
+        with _exclusive(folder / "build.lock"):
+            if not library.exists():
+                missing = _missing_tools()
+                if missing:
+                    raise BuildError(f"building the {name} kernels needs {' and '.join(missing)}")
+                print(
+                    f"compiling the {name} kernels (about a minute, once) ...",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            started = time.perf_counter()
+            (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed
+            try:
+                module = cpp_extension.load_inline(
+                    module_name,
+                    cpp_sources=[
+                        f'#include "{path.name}"' for path in files if path.suffix == ".cpp"
+                    ],
+                    extra_cflags=flags,
+                    extra_include_paths=[str(include)],
+                    build_directory=str(folder),
+                    no_implicit_headers=True,
+                )
+            except (RuntimeError, ImportError, OSError) as error:
+                log = folder / "build.log"
+                log.write_text(str(error))
+                raise BuildError(
+                    f"the {name} kernels did not compile; the compiler's words are in {log}"
+                ) from None
+            seconds = time.perf_counter() - started
+            if seconds > 5:
+                print(f"compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+            return module
+    finally:
+        os.environ["PATH"] = path
+
+
+@functools.cache
+def cpu():
+    """The CPU kernels. `DECODEV2_CPU_ISA=portable|avx2|avx512` overrides the choice made from the
+    CPU."""
+    folder = csrc_folder() / "cpu"
+    module = _build("cpu", sorted(folder.iterdir()), CPU_FLAGS, folder)
+    wanted = os.environ.get("DECODEV2_CPU_ISA")
+    if wanted:
+        module.set_isa(wanted)
+    return module

@@ -1,0 +1,40 @@
+"""The prompt, in chunks of columns: each chunk is one pass over the weights."""
+
+from __future__ import annotations
+
+import torch
+
+from .load import ModelWeights
+from .state import DecodeState
+from .step import choose, commit_step, forward
+
+
+def forward_prefill(
+    state: DecodeState, weights: ModelWeights, prompt_ids: list[int], chunk: int | None = None
+) -> None:
+    """Run the whole prompt from position 0 and choose the first new token.
+
+    Afterwards `position` is the prompt's last slot, `valid_len` its length, and `logits` /
+    `next_token` belong to what follows it: the state one `forward_decode` of the last id would have
+    left. `chunk` (columns per pass) is at most the state's; every chunk size gives the same bits.
+    """
+    capacity = len(state.prompt.token)
+    chunk = min(chunk or capacity, capacity)
+    ids = torch.tensor(prompt_ids, dtype=torch.int64)
+    for start in range(0, len(prompt_ids), chunk):
+        columns = state.prompt.first(min(chunk, len(prompt_ids) - start))
+        n = len(columns.token)
+        columns.token.copy_(ids[start : start + n])
+        columns.position.copy_(torch.arange(start, start + n))
+        forward(columns, state, weights)
+    choose(columns, state, weights)
+    state.position.fill_(len(prompt_ids) - 1)
+    state.valid_len.fill_(len(prompt_ids))
+
+
+def consume_prompt(
+    state: DecodeState, weights: ModelWeights, prompt_ids: list[int], chunk: int | None = None
+) -> None:
+    """Prefill, then commit: the first new token is in `state.token`, ready for `greedy_decode`."""
+    forward_prefill(state, weights, prompt_ids, chunk)
+    commit_step(state)

@@ -1,0 +1,114 @@
+"""The loop around a step: prompt in, ids out, and why it stopped. Text is not its business."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import PromptError
+from .load import ModelWeights
+from .plan import ArchSpec
+from .prefill import consume_prompt
+from .state import DecodeState, reset
+from .step import greedy_decode
+
+OnToken = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """New ids (an end token, if one came, is the last), why the loop stopped, and where time
+    went."""
+
+    ids: list[int]
+    stop_reason: str  # "end token <id>", "max_new_tokens" or "context full"
+    prompt_len: int
+    prefill_s: float  # prompt to first token
+    decode_s: float  # the tokens after the first
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens after the first over their time; None when there were none."""
+        steps = len(self.ids) - 1
+        return steps / self.decode_s if steps > 0 and self.decode_s > 0 else None
+
+
+def check_prompt(spec: ArchSpec, prompt_ids: list[int], max_new_tokens: int) -> None:
+    """Refuse what no executor could run, before any buffer is touched. Raises PromptError."""
+    if not prompt_ids:
+        raise PromptError("the prompt has 0 tokens, needs at least 1")
+    if len(prompt_ids) > spec.max_seq:
+        raise PromptError(f"the prompt has {len(prompt_ids)} tokens, max_seq is {spec.max_seq}")
+    if max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens is {max_new_tokens}, needs at least 1")
+    for token_id in prompt_ids:
+        if not 0 <= token_id < spec.vocab:
+            raise PromptError(f"prompt id {token_id} is outside the vocabulary of {spec.vocab}")
+
+
+def run_loop(
+    first_token: Callable[[], int],
+    next_token: Callable[[], int],
+    spec: ArchSpec,
+    prompt_len: int,
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...],
+    on_token: OnToken | None = None,
+) -> Result:
+    """Drive any executor: `first_token()` consumes the prompt, `next_token()` takes one more step.
+
+    Stops on an end token, after `max_new_tokens`, or when the cache has no slot left to feed the
+    last id into. Raises RuntimeError when a step finds no finite logit (id -1).
+    """
+    started = time.perf_counter()
+    ids: list[int] = []
+    prefill_s = None
+    reason = "max_new_tokens"
+    while len(ids) < max_new_tokens:
+        if ids and prompt_len + len(ids) > spec.max_seq:
+            reason = "context full"
+            break
+        token_id = next_token() if ids else first_token()
+        if prefill_s is None:
+            prefill_s = time.perf_counter() - started
+        if token_id < 0:
+            raise RuntimeError(
+                f"no finite logit after {prompt_len + len(ids)} tokens: weights are damaged"
+            )
+        ids.append(token_id)
+        if on_token:
+            on_token(token_id)
+        if token_id in eos_ids:
+            reason = f"end token {token_id}"
+            break
+    return Result(ids, reason, prompt_len, prefill_s, time.perf_counter() - started - prefill_s)
+
+
+def generate(
+    state: DecodeState,
+    weights: ModelWeights,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...] = (),
+    on_token: OnToken | None = None,
+    chunk: int | None = None,
+) -> Result:
+    """Greedy tokens after `prompt_ids`. Pass no `eos_ids` to run through end tokens.
+
+    `on_token(id)` is called once per new id. Raises PromptError before the state is touched.
+    """
+    check_prompt(weights.spec, prompt_ids, max_new_tokens)
+    reset(state, eos_ids)
+
+    def first() -> int:
+        consume_prompt(state, weights, prompt_ids, chunk)
+        return int(state.token)
+
+    def following() -> int:
+        greedy_decode(state, weights)
+        return int(state.token)
+
+    return run_loop(
+        first, following, weights.spec, len(prompt_ids), max_new_tokens, eos_ids, on_token
+    )

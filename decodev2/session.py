@@ -1,0 +1,185 @@
+"""A model ready to answer: folder, packed weights, tokenizer, and one of three executors.
+
+`text` turns strings into ids and back, the executors know only ids; a Session joins the two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import native, oracle, runner, tokenloop
+from .errors import DecodeError, ModelError
+from .load import ChrModel, ModelWeights, load_weights, open_model
+from .plan import LIVE_MAX_N, ArchSpec
+from .runner import OnToken, Result
+from .state import DecodeState, allocate_state
+from .text import Text, load_text
+
+EXECUTORS = ("auto", "decodev2", "tokenloop", "oracle")
+
+
+@dataclass
+class Session:
+    """One loaded model. Make it with `open_session`; `generate` may be called any number of
+    times."""
+
+    spec: ArchSpec
+    text: Text
+    executor: str
+    device: str
+    model: ChrModel
+    weights: ModelWeights | None  # None for the oracle, which reads the file itself
+    state: DecodeState | None  # Decode V2 only
+    load_s: float
+    warmup_s: float
+
+    @property
+    def packed_bytes(self) -> int:
+        """Packed bytes one decode step reads."""
+        return self.weights.bytes_per_token if self.weights else 0
+
+    def encode(self, prompt: str, raw: bool = False) -> list[int]:
+        """Prompt ids: through the chat template as one user turn, or the plain text with `raw`."""
+        if raw:
+            return self.text.encode_raw(prompt)
+        return self.text.encode_chat([{"role": "user", "content": prompt}])
+
+    def generate(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        on_token: OnToken | None = None,
+    ) -> Result:
+        """Greedy ids after `prompt_ids`; see `runner.Result`. Raises PromptError before any
+        work."""
+        eos_ids = () if ignore_eos else self.spec.eos_ids
+        if self.executor == "decodev2":
+            return runner.generate(
+                self.state, self.weights, prompt_ids, max_new_tokens, eos_ids, on_token
+            )
+        if self.executor == "tokenloop":
+            return tokenloop.generate(self.weights, prompt_ids, max_new_tokens, eos_ids, on_token)
+        return _oracle_generate(self.model, prompt_ids, max_new_tokens, eos_ids, on_token)
+
+    def close(self) -> None:
+        self.model.tensors.close()
+
+
+def open_session(
+    folder: str | Path,
+    chr_path: str | Path | None = None,
+    executor: str = "auto",
+    device: str = "auto",
+    max_seq: int | None = None,
+    chunk: int = LIVE_MAX_N,
+) -> Session:
+    """Load a packed model and warm it up. `chr_path` defaults to FOLDER.chr beside the folder.
+
+    `auto` picks Decode V2. Raises a DecodeError subclass, in one line, when folder and file do not
+    fit.
+    """
+    if executor not in EXECUTORS:
+        raise DecodeError(f"executor {executor!r} is unknown; needs one of {', '.join(EXECUTORS)}")
+    executor = "decodev2" if executor == "auto" else executor
+    device = pick_device(device)
+    folder = Path(folder)
+    chr_path = Path(chr_path) if chr_path else folder.with_name(folder.name + ".chr")
+
+    model = open_model(folder, chr_path, max_seq)
+    text = load_text(folder)
+    weights = state = None
+    if executor != "oracle":
+        native.cpu()  # a first build must not count as loading
+    started = time.perf_counter()
+    if executor != "oracle":
+        weights = load_weights(model, device)
+    if executor == "decodev2":
+        state = allocate_state(model.spec, device, chunk)
+    loaded = time.perf_counter()
+    session = Session(
+        model.spec, text, executor, device, model, weights, state, loaded - started, 0.0
+    )
+    if executor != "oracle":  # first calls pay for page faults and thread start
+        session.generate([0], 2 if model.spec.max_seq > 1 else 1, ignore_eos=True)
+        session.warmup_s = time.perf_counter() - loaded
+    return session
+
+
+def pick_device(device: str) -> str:
+    """`auto` is the CPU; `cuda` needs a CUDA device. Raises ModelError naming what is missing."""
+    if device in ("auto", "cpu"):
+        return "cpu"
+    if device != "cuda":
+        raise ModelError(f"device {device!r} is unknown; needs auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        why = "no CUDA device is visible" if torch.version.cuda else "this torch is a CPU build"
+        raise ModelError(f"device cuda: {why}; use --device cpu")
+    raise ModelError("device cuda: this version has no CUDA kernels; use --device cpu")
+
+
+def answer(
+    session: Session,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    ignore_eos: bool = False,
+    write: Callable[[str], object] | None = None,
+) -> tuple[str, Result]:
+    """Generate and decode. `write(piece)` gets text as soon as it is certain; end tokens are not
+    shown.
+
+    Returns the whole text (the pieces joined) and the Result.
+    """
+    stream = session.text.stream()
+    hidden = () if ignore_eos else session.spec.eos_ids
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        if piece:
+            pieces.append(piece)
+            if write:
+                write(piece)
+
+    def on_token(token_id: int) -> None:
+        if token_id not in hidden:
+            show(stream.push(token_id))
+
+    result = session.generate(prompt_ids, max_new_tokens, ignore_eos, on_token)
+    show(stream.flush())
+    return "".join(pieces), result
+
+
+def _oracle_generate(
+    model: ChrModel,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...],
+    on_token: OnToken | None,
+) -> Result:
+    """The float32 reference as an executor: slow, NumPy only, and right by definition."""
+    runner.check_prompt(model.spec, prompt_ids, max_new_tokens)
+    kv = oracle.KVCache(model.spec)
+    fed = 0
+    last = 0
+
+    def feed(ids: list[int]) -> int:
+        nonlocal fed, last
+        logits = oracle.step_logits(model, ids, fed, kv)
+        fed += len(ids)
+        last = oracle.argmax(logits[-1])
+        return last
+
+    return runner.run_loop(
+        lambda: feed(prompt_ids),
+        lambda: feed([last]),
+        model.spec,
+        len(prompt_ids),
+        max_new_tokens,
+        eos_ids,
+        on_token,
+    )
