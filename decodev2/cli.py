@@ -22,9 +22,8 @@ examples:
 """
 
 
-def main(argv: list[str] | None = None) -> int: """Run one command; returns the exit status (0 done,
-1 a check failed, 2 an error, 130
-    interrupted)."""
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns 0 when done, 1 when a check failed, 2 for an error, 130 on Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return args.command(args) or 0

@@ -11,6 +11,7 @@ a row.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -197,8 +199,10 @@ def _read_index(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: no usable weight_map ({type(error).__name__})") from None
     for tensor, shard in names:
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard:
-            raise ModelError(f"{path}: {tensor} is in {shard!r}, needs a file name")
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
+            raise ModelError(f"{path}: {tensor!r} is in {shard!r}, needs a file name")
+        if not tensor.isprintable():
+            raise ModelError(f"{path}: tensor name {tensor!r} holds unprintable characters")
     if not names:
         raise ModelError(f"{path}: weight_map is empty")
     return weight_map
@@ -210,8 +214,8 @@ def read_header(path: Path) -> list[Source]:
     The byte ranges must tile the file exactly: no overlap, no hole, nothing after the last.
     Raises ModelError naming the file with expected and actual sizes.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ModelError(f"{path}: {size} bytes, a safetensors file has at least 10")
@@ -275,6 +279,15 @@ def _unique_keys(pairs: list) -> dict:
 # ---- reading weights ----
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
 def read_rows(source: Source) -> Iterator[tuple[int, np.ndarray]]:
     """A tensor in pieces of about CHUNK_ELEMENTS along its first axis: (first row, float32)."""
     for first, last in _row_chunks(source):
@@ -291,7 +304,7 @@ def _read(source: Source, first: int, last: int) -> np.ndarray:
     """Rows [first, last) as float32, read, not mapped: resident memory stays small."""
     row = math.prod(source.shape[1:])
     item = ITEM_BYTES[source.dtype]
-    with open(source.file, "rb") as file:
+    with _opened(source.file) as file:
         file.seek(source.start + first * row * item)
         raw = file.read((last - first) * row * item)
     if len(raw) != (last - first) * row * item:
@@ -420,8 +433,8 @@ def verify(
     """Read every tensor of a `.chr`, one at a time, and report it; with `against`, compare.
 
     Returns one row per tensor in file order: name, kind, codec, shape, bytes, bits_per_weight,
-    fault (None, or what is wrong with its checksum; also None without a side-car, where
-    `checked` is False). With an HF folder: rmse, max_abs, and rel_rmse (rmse / rms of the
+    fault (None, or what is wrong: a checksum, or an original that is not finite; without a side-car
+    no checksum is known and `checked` is False). With an HF folder: rmse, max_abs, and rel_rmse (rmse / rms of the
     original, None for an all-zero tensor), in the units of the weights; None when faulty.
     Raises ContainerError for a broken file, ModelError for a folder with other tensors or shapes.
     """
@@ -478,9 +491,11 @@ def _difference(value: Packed | np.ndarray, source: Source) -> dict:
         rows = slice(first, first + len(original))
         ours = decode_nf4(value, rows) if isinstance(value, Packed) else value[rows]
         difference = ours - original  # float32, as decoded
-        largest = max(largest, float(np.abs(difference).max()))
+        largest = max(largest, float(np.abs(difference).max()))  # a NaN is seen in `squares`
         squares += _sum_squares(difference)
         energy += _sum_squares(original)
+    if not math.isfinite(squares):
+        return {"fault": f"{source.file}: {source.name} holds values that are not finite"}
     count = math.prod(source.shape)
     return {
         "rmse": math.sqrt(squares / count),

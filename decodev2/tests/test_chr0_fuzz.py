@@ -55,8 +55,8 @@ ODD_NUMBERS = [
     b"2147483648", b"4294967296", b"1099511627776", b"0.5", b"6.4e1",
 ]  # fmt: skip
 ODD_VALUES = [
-    None, True, False, 0, 1, -1, 64, 64.0, 2**63, "", "nf4", "vq", "int4", "bf16", "norm", "x" * 5000,
-    [], {}, [0, 64], [64, 0], [[]], {"codec": "nf4"}, "\ud800", "é", "\n",
+    None, True, False, 0, 1, -1, 64, 64.0, 2**63, "", "nf4", "vq", "int4", "bf16", "norm",
+    "x" * 5000, [], {}, [0, 64], [64, 0], [[]], {"codec": "nf4"}, "\ud800", "é", "\n",
 ]  # fmt: skip
 ODD_BYTES = [
     b"", b"\0", b" ", b"\n", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\\", b'"', b"{",
@@ -67,6 +67,10 @@ ODD_BYTES = [
 def headers():
     """The two starting points: (header bytes, entries, file size)."""
     return [chr0.layout(ROOT, plan) for plan in PLANS]
+
+
+# An earlier mutation broke the object that the next one wanted to change: it is left as it is.
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 # ---- mutations of the file's first bytes; each takes and returns (prefix + header, file size) ----
@@ -174,8 +178,8 @@ def restructure(rng, data, size):
         ascii_only = rng.random() < 0.5 or "\\ud800" in json.dumps(header)
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=ascii_only)
         return with_length(text.encode()), size
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return data, size  # an earlier mutation broke the object: leave it so
+    except BROKEN:
+        return data, size
 
 
 def move_blob(rng, data, size):
@@ -189,7 +193,7 @@ def move_blob(rng, data, size):
         entry[part] = [new, new + end - start]
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         return with_length(text), size + rng.choice((0, 4096))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except BROKEN:
         return data, size
 
 
@@ -376,7 +380,7 @@ def content(tensor):
 def damaged_file(rng, data):
     """Damage anywhere in a whole file: header, blobs, its end."""
     header_end = 8 + struct.unpack("<Q", data[:8])[0]
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind == 0:
         return flip_bits(rng, data, 0)[0]
     if kind == 1:
@@ -391,6 +395,10 @@ def damaged_file(rng, data):
         body = data[-(-header_end // 64) * 64 :]
         whole = header + bytes(-len(header) % 64) + body
         return whole[:size] if size < len(whole) else whole + bytes(min(size - len(whole), 8192))
+    if kind == 4:  # only padding behind the header, which nobody reads
+        pad = -header_end % 64
+        noise = bytes(rng.getrandbits(8) for _ in range(pad))
+        return data[:header_end] + noise + data[header_end + pad :]
     return data + bytes(rng.randrange(300))
 
 
