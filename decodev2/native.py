@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -70,12 +71,11 @@ def _missing_tools() -> list[str]:
 def _build(name: str, files: list[Path], flags: list[str], include: Path):
     """Compile `files` into an extension, or load the build that is already there."""
     import torch
-    from torch.utils import cpp_extension
 
     key = source_hash(files, " ".join(flags), torch.__version__, sys.version.split()[0])
     module_name = f"decodev2_{name}_{key}"
     folder = cache_folder() / module_name
-    library = folder / f"{module_name}.so"
+    library, complete = folder / f"{module_name}.so", folder / "complete"
     folder.mkdir(parents=True, exist_ok=True)
     # ninja may live in the virtual environment's bin without that being on PATH
     path = os.environ.get("PATH", "")
@@ -83,15 +83,18 @@ def _build(name: str, files: list[Path], flags: list[str], include: Path):
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     try:
         with _exclusive(folder / "build.lock"):
-            if not library.exists():
-                missing = _missing_tools()
-                if missing:
-                    raise BuildError(f"building the {name} kernels needs {' and '.join(missing)}")
-                print(
-                    f"compiling the {name} kernels (about a minute, once) ...",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if complete.exists():  # needs no ninja and no compiler
+                return _load(module_name, library)
+            missing = _missing_tools()
+            if missing:
+                raise BuildError(f"building the {name} kernels needs {' and '.join(missing)}")
+            print(
+                f"compiling the {name} kernels (about a minute, once) ...",
+                file=sys.stderr,
+                flush=True,
+            )
+            from torch.utils import cpp_extension
+
             started = time.perf_counter()
             (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed
             try:
@@ -111,12 +114,24 @@ def _build(name: str, files: list[Path], flags: list[str], include: Path):
                 raise BuildError(
                     f"the {name} kernels did not compile; the compiler's words are in {log}"
                 ) from None
+            complete.touch()  # a build that was killed leaves a library that cannot be trusted
             seconds = time.perf_counter() - started
-            if seconds > 5:
-                print(f"compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
             return module
     finally:
         os.environ["PATH"] = path
+
+
+def _load(module_name: str, library: Path):
+    """Import a finished build; None of torch's build machinery runs."""
+    spec = importlib.util.spec_from_file_location(module_name, library)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        words = " ".join(str(error).split())
+        raise BuildError(f"{library} cannot be loaded ({words}); remove its folder") from None
+    return module
 
 
 @functools.cache

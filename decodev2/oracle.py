@@ -164,7 +164,7 @@ def greedy(model, prompt_ids: Sequence[int], n_new: int, eos_ids: Sequence[int] 
     position = 0
     while len(ids) < n_new and position + len(pending) <= max_seq:
         logits = _last(_buffers(model, pending, position, kv, last_row_only=True))
-        ids.append(_argmax(logits[-1]))
+        ids.append(argmax(logits[-1]))
         if ids[-1] in eos_ids:
             break
         position += len(pending)
@@ -295,7 +295,9 @@ def _last(buffers: Iterator[tuple[str, np.ndarray]]) -> np.ndarray:
     return deque(buffers, maxlen=1)[0][1]
 
 
-def _argmax(logits: np.ndarray) -> int:
+def argmax(logits: np.ndarray) -> int:
+    """Id of the largest of logits [vocab]; the lowest wins a tie. ModelError if any is not
+    finite."""
     if not np.isfinite(logits).all():
         raise ModelError(
             f"{np.count_nonzero(~np.isfinite(logits))} of {logits.size} logits are not finite"
@@ -416,7 +418,7 @@ def first_parting(
                 f"id {chosen} at position {position} is outside 0..{oracle_logits.shape[1] - 1}"
             )
         row = oracle_logits[position]
-        best = _argmax(row)
+        best = argmax(row)
         if best == chosen:
             continue
         max_abs = None

@@ -237,6 +237,9 @@ def read_header(path: Path) -> list[Source]:
             raise ModelError(f"{path}: tensor name {name!r} holds unprintable characters")
     sources = [_source(path, name, entry, 8 + length) for name, entry in header.items()]
     sources.sort(key=lambda source: (source.start, source.end))
+    needed = max((source.end for source in sources), default=8 + length)
+    if needed != size:
+        raise ModelError(f"{path}: {size} bytes, its header needs {needed}")
     position = 8 + length
     for source in sources:
         if source.start != position:
@@ -245,8 +248,6 @@ def read_header(path: Path) -> list[Source]:
                 f"{path}: {source.name} starts at byte {source.start}, needs {position}; it {what}"
             )
         position = source.end
-    if position != size:
-        raise ModelError(f"{path}: {size} bytes, its header needs {position}")
     return sources
 
 
@@ -433,9 +434,9 @@ def verify(
     """Read every tensor of a `.chr`, one at a time, and report it; with `against`, compare.
 
     Returns one row per tensor in file order: name, kind, codec, shape, bytes, bits_per_weight,
-    fault (None, or what is wrong: a checksum, or an original that is not finite; without a side-car
-    no checksum is known and `checked` is False). With an HF folder: rmse, max_abs, and rel_rmse (rmse / rms of the
-    original, None for an all-zero tensor), in the units of the weights; None when faulty.
+    checked (False without a side-car: then no checksum is known) and fault (None, or what is wrong:
+    a checksum, or an original that is not finite). With an HF folder also rmse, max_abs and
+    rel_rmse (rmse / rms of the original, None when that is zero), None when faulty.
     Raises ContainerError for a broken file, ModelError for a folder with other tensors or shapes.
     """
     with ChrFile(chr_path) as file:

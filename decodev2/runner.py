@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .errors import PromptError
+from .errors import ModelError, PromptError
 from .load import ModelWeights
 from .plan import ArchSpec
 from .prefill import consume_prompt
@@ -59,7 +59,7 @@ def run_loop(
     """Drive any executor: `first_token()` consumes the prompt, `next_token()` takes one more step.
 
     Stops on an end token, after `max_new_tokens`, or when the cache has no slot left to feed the
-    last id into. Raises RuntimeError when a step finds no finite logit (id -1).
+    last id into. Raises ModelError when a step finds no finite logit (id -1).
     """
     started = time.perf_counter()
     ids: list[int] = []
@@ -73,7 +73,7 @@ def run_loop(
         if prefill_s is None:
             prefill_s = time.perf_counter() - started
         if token_id < 0:
-            raise RuntimeError(
+            raise ModelError(
                 f"no finite logit after {prompt_len + len(ids)} tokens: weights are damaged"
             )
         ids.append(token_id)

@@ -163,7 +163,7 @@ def _oracle_generate(
 ) -> Result:
     """The float32 reference as an executor: slow, NumPy only, and right by definition."""
     runner.check_prompt(model.spec, prompt_ids, max_new_tokens)
-    kv = oracle.KVCache(model.spec)
+    kv = oracle.KVCache.empty(model.spec)
     fed = 0
     last = 0
 

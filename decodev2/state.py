@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .arena import Arena, allocate_arena, panel_size
+from .errors import ModelError
 from .kv import GraphSafeKV, allocate_kv
 from .plan import LIVE_MAX_N, ArchSpec
 from .rope import rope_tables
@@ -78,9 +79,9 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
 
 def reset(state: DecodeState, eos_ids: tuple[int, ...] = ()) -> None:
     """Start a new request in place. The KV cache keeps its old contents: attention never reads
-    them."""
+    them. Raises ModelError for more than MAX_EOS_IDS end tokens."""
     if len(eos_ids) > MAX_EOS_IDS:
-        raise ValueError(f"{len(eos_ids)} end tokens, the state holds at most {MAX_EOS_IDS}")
+        raise ModelError(f"{len(eos_ids)} end tokens, the state holds at most {MAX_EOS_IDS}")
     state.position.zero_()
     state.valid_len.zero_()
     state.finished.zero_()

@@ -28,7 +28,7 @@ class SynthModel:
 
 
 def build(
-    spec: ArchSpec, seed: int, *, embed_std: float = EMBED_STD, bias_std: float = BIAS_STD
+    spec: ArchSpec, seed: int, *, embed_std: float | None = None, bias_std: float = BIAS_STD
 ) -> SynthModel:
     """Seeded model of `spec`: every linear through `encode_nf4`, norms and biases in bf16.
 
@@ -36,6 +36,7 @@ def build(
     the head (one matrix then serves both). `embed_std` and `bias_std` are standard deviations.
     """
     rng = np.random.default_rng(seed)
+    embed_std = _embed_std(spec) if embed_std is None else embed_std
     roles = _roles(spec)
     tensors: dict[str, Packed | np.ndarray] = {}
     for name, shape in tensor_shapes(spec).items():
@@ -61,6 +62,7 @@ def random_packed(spec: ArchSpec, seed: int) -> SynthModel:
     """
     rng = np.random.default_rng(seed)
     roles = _roles(spec)
+    embed_std = _embed_std(spec)
     block = encode_nf4(rng.standard_normal((TILE_GROUPS, GROUP), dtype=np.float32), "tile")
     codes, scales = block.codes.reshape(-1), block.scales.reshape(-1).astype(np.float32)
     tensors: dict[str, Packed | np.ndarray] = {}
@@ -71,10 +73,10 @@ def random_packed(spec: ArchSpec, seed: int) -> SynthModel:
         elif role.endswith("_bias"):
             tensors[name] = _bf16(np.float32(0.1) * rng.standard_normal(shape, np.float32))
         elif shape[1] % GROUP:  # padding columns hold zero codes: left to the codec
-            std = _matrix_std(role, shape[1])
+            std = _matrix_std(role, shape[1], embed_std)
             tensors[name] = encode_nf4(std * rng.standard_normal(shape, np.float32), name)
         else:
-            (rows, width), std = shape, _matrix_std(role, shape[1])
+            (rows, width), std = shape, _matrix_std(role, shape[1], embed_std)
             tensors[name] = Packed(
                 codes=_tiled(codes, rows * width // 2, rng).reshape(rows, -1),
                 scales=_tiled(
@@ -122,7 +124,13 @@ def _roles(spec: ArchSpec) -> dict[str, str]:
     return roles
 
 
-def _matrix_std(role: str, width: int, embed_std: float = EMBED_STD) -> np.float32:
+def _embed_std(spec: ArchSpec) -> float:
+    # A tied head scores each embedding against the residual stream that holds the last one: with
+    # larger rows every token would just predict itself.
+    return 1 / np.sqrt(spec.hidden) if spec.tied else EMBED_STD
+
+
+def _matrix_std(role: str, width: int, embed_std: float) -> np.float32:
     if role == "embed":
         return np.float32(embed_std)
     return np.float32((RESIDUAL_GAIN if role in ("o", "down") else 1.0) / np.sqrt(width))

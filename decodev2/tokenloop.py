@@ -16,10 +16,12 @@ from .linear import PackedLinear, nf4_linear
 from .load import ModelWeights
 from .rope import rope_tables
 from .runner import OnToken, Result, check_prompt, run_loop
+from .state import NO_TOKEN
 
 
 class TokenLoop:
-    """One sequence. `feed(id)` takes one token and returns the next greedy id."""
+    """One sequence. `feed(id)` takes one token and returns the next greedy id, NO_TOKEN if none is
+    finite."""
 
     def __init__(self, weights: ModelWeights):
         self.weights = weights
@@ -54,7 +56,9 @@ class TokenLoop:
             x = x + self._linear(act, layer.down)
         self.position += 1
         self.logits = self._linear(self._norm(x, weights.norm), weights.lm_head)
-        return int(self.logits.argmax())
+        ranked = self.logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = int(ranked.argmax())  # torch lets a NaN win
+        return best if ranked[0, best] > -torch.inf else NO_TOKEN
 
     def _linear(self, x: torch.Tensor, w: PackedLinear) -> torch.Tensor:
         y = torch.empty(1, w.rows)

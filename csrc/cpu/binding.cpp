@@ -51,13 +51,19 @@ Matrix matrix(const Tensor& codes, const Tensor& scales, int64_t rows) {
           rows, scales.size(1)};
 }
 
+// Matrices that share one panel must read the same number of columns from it.
+void check_same_width(const Matrix& a, const Matrix& b) {
+  TORCH_CHECK_VALUE(a.groups == b.groups, "packed matrices of ", a.groups * 64, " and ", b.groups * 64,
+                    " columns cannot share one x");
+}
+
 int64_t blocks_of(const Matrix& w) { return (w.rows + 15) / 16; }
 
 // Rows of x [n, k] laid out k-major [K_pad, n] and zero-filled behind k, as the kernels read it.
 const float* make_panel(const Tensor& x, const Matrix& w, Tensor& panel) {
-  const int64_t n = x.size(0), k = x.size(1), padded = w.groups * 64;
-  TORCH_CHECK_VALUE(x.dim() == 2 && n >= 1 && n <= decodev2::kMaxColumns && k <= padded && k > padded - 64,
-                    "x is ", x.sizes(), ", needs 1..", decodev2::kMaxColumns, " rows of about ", padded, " values");
+  const int64_t padded = w.groups * 64, n = x.size(0), k = x.dim() == 2 ? x.size(1) : 0;
+  TORCH_CHECK_VALUE(n >= 1 && n <= decodev2::kMaxColumns && k <= padded && k > padded - 64, "x is ", x.sizes(),
+                    ", needs 1..", decodev2::kMaxColumns, " rows of ", padded - 63, "..", padded, " values");
   check(x, "x", torch::kFloat, 1);
   check(panel, "panel", torch::kFloat, padded * n);
   const float* in = x.const_data_ptr<float>();
@@ -113,6 +119,8 @@ void qkv(const Tensor& x, const Tensor& q_codes, const Tensor& q_scales, const T
   const int64_t n = x.size(0);
   const Matrix w[3] = {matrix(q_codes, q_scales, q.size(1)), matrix(k_codes, k_scales, k.size(1)),
                        matrix(v_codes, v_scales, v.size(1))};
+  check_same_width(w[0], w[1]);
+  check_same_width(w[0], w[2]);
   const float* p = make_panel(x, w[0], panel);
   const Target out[3] = {target(w[0], q, q_bias, n), target(w[1], k, k_bias, n), target(w[2], v, v_bias, n)};
   const int64_t total = blocks_of(w[0]) + blocks_of(w[1]) + blocks_of(w[2]);
@@ -130,6 +138,7 @@ void swiglu(const Tensor& x, const Tensor& gate_codes, const Tensor& gate_scales
             const Tensor& up_scales, Tensor& y, Tensor& panel) {
   const int64_t n = x.size(0);
   const Matrix gate = matrix(gate_codes, gate_scales, y.size(1)), up = matrix(up_codes, up_scales, y.size(1));
+  check_same_width(gate, up);
   const float* p = make_panel(x, gate, panel);
   const Target out = target(gate, y, std::nullopt, n);
   at::parallel_for(0, blocks_of(gate), 1, [&](int64_t begin, int64_t end) {
@@ -156,6 +165,7 @@ Best better(const Best& a, const Best& b) {
 // logits = W x; next_token = argmax(logits), or -1 when no logit is a number above -inf
 void head(const Tensor& x, const Tensor& codes, const Tensor& scales, Tensor& logits, Tensor& next_token,
           Tensor& panel) {
+  TORCH_CHECK_VALUE(x.size(0) == 1, "x is ", x.sizes(), ", the head takes 1 row");
   const Matrix w = matrix(codes, scales, logits.size(1));
   const float* p = make_panel(x, w, panel);
   const Target out = target(w, logits, std::nullopt, 1);
@@ -175,6 +185,7 @@ void head(const Tensor& x, const Tensor& codes, const Tensor& scales, Tensor& lo
 // out[i] = row ids[i] of the packed embedding; an id outside the table gives zeros, never a bad read
 void embed(const Tensor& ids, const Tensor& codes, const Tensor& scales, int64_t rows, Tensor& out) {
   const Matrix w = matrix(codes, scales, rows);
+  TORCH_CHECK_VALUE(out.dim() == 2, "out is ", out.sizes(), ", needs [ids, columns]");
   const int64_t n = ids.size(0), cols = out.size(1);
   check(ids, "ids", torch::kInt64, 1);
   check(out, "out", torch::kFloat, n * cols);
@@ -191,6 +202,8 @@ void embed(const Tensor& ids, const Tensor& codes, const Tensor& scales, int64_t
 
 // y = x * rsqrt(mean(x^2) + eps) * weight, row by row
 void rms(const Tensor& x, const Tensor& weight, double eps, Tensor& y) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == x.size(1), "x is ", x.sizes(),
+                    " and weight ", weight.sizes(), ", need [n, hidden] and [hidden]");
   const int64_t n = x.size(0), hidden = x.size(1);
   check(x, "x", torch::kFloat, 1);
   check(weight, "weight", torch::kFloat, hidden);
@@ -217,6 +230,7 @@ void rope_kv(Tensor& q, Tensor& k, const Tensor& v, const Tensor& cos, const Ten
              Tensor& k_cache, Tensor& v_cache) {
   const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
   const int64_t q_dim = q.size(1), kv_dim = n_kv * head_dim;
+  TORCH_CHECK_VALUE(q_dim % head_dim == 0, "q is ", q.sizes(), ", needs whole heads of ", head_dim);
   check(q, "q", torch::kFloat, n * q_dim);
   check(k, "k", torch::kFloat, n * kv_dim);
   check(v, "v", torch::kFloat, n * kv_dim);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,9 @@ def find(folder: str | Path, only: list[str] | None = None) -> list[Model]:
     found = {}
     for config in sorted(root.glob("*/config.json")) if root.is_dir() else []:
         own = config.parent
-        files = sorted(own.glob("*.chr")) or sorted(root.glob(f"{own.name}.chr"))
-        files = files or sorted(root.glob(f"{own.name}.*.chr"))
+        beside = glob.escape(own.name)
+        files = sorted(own.glob("*.chr")) or sorted(root.glob(f"{beside}.chr"))
+        files = files or sorted(root.glob(f"{beside}.*.chr"))
         for path in files:
             name = own.name if len(files) == 1 else path.stem
             found[name] = Model(name, own, path)

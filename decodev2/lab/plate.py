@@ -471,7 +471,7 @@ def _cell_problem(row: dict, column: dict, card: dict) -> str | None:
         return "a number without a unit" if _is_number(cell) else None
     if not _is_number(cell):
         return f"{cell!r} in a column of {unit}"
-    if unit.endswith("/s") and cell <= 0:
+    if unit.endswith("/s") and cell <= 0 and not column["name"].endswith("_std"):
         return f"{cell!r} {unit} is a failed run, not a rate; needs null and a reason"
     if unit in ("s", "ms", "us", "ns") and cell < 0:
         return f"{cell!r} {unit} is before the start"

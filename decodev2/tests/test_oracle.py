@@ -386,6 +386,19 @@ def test_synthetic_models_are_whole_finite_and_seeded(make, spec):
     assert np.isfinite(logits).all() and logits.std() > 0.3
 
 
+@pytest.mark.parametrize("spec", [TINY_LLAMA, TINY_INTERNLM, MEDIUM_LLAMA], ids=lambda s: s.name)
+@pytest.mark.parametrize("tied", [False, True])
+def test_synthetic_models_do_not_just_repeat_the_last_token(spec, tied):
+    ids = ids_of(spec, 16)
+    for seed in range(3):
+        model = build(replace(spec, tied=tied), seed)
+        chosen = step_logits(model, ids).argmax(axis=1)
+        assert (chosen == ids).mean() < 0.3 and len(set(chosen.tolist())) >= 4
+        # The same last token after another beginning: attention has a say in the choice.
+        ends = [step_logits(model, [*ids_of(spec, 7, n), 3])[-1].argmax() for n in range(8)]
+        assert len(set(ends)) >= 2
+
+
 def test_random_packed_activations_keep_an_ordinary_size():
     spec = replace(REAL_SHAPES["qwen2.5-0.5b"], n_layers=6, vocab=2048, tied=False)
     model = random_packed(spec, 0)

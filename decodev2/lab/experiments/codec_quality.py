@@ -81,20 +81,22 @@ def _summary(tensors: list[dict]) -> dict:
     """One row over several `pack.verify` rows; errors are pooled over weights, not over tensors."""
     weights = [math.prod(t["shape"]) for t in tensors]
     squares = sum(t["rmse"] ** 2 * n for t, n in zip(tensors, weights, strict=True))
-    # An all-zero tensor has no relative error and adds nothing to the energy.
+    # An all-zero tensor has no relative error (None) and adds nothing to the energy.
     energy = sum(
         (t["rmse"] / t["rel_rmse"]) ** 2 * n
         for t, n in zip(tensors, weights, strict=True)
         if t["rel_rmse"]
     )
-    exact = not squares
-    relative = math.sqrt(squares / energy) if energy else Missing("all weights are zero")
+    if all(t["rel_rmse"] is None for t in tensors):
+        relative = Missing("all weights are zero")
+    else:
+        relative = math.sqrt(squares / energy) if squares else 0.0
     return {
         "tensors": len(tensors),
         "weights": sum(weights),
         "bytes_per_weight": sum(t["bytes"] for t in tensors) / sum(weights),
         "rmse": math.sqrt(squares / sum(weights)),
-        "rel_rmse": 0.0 if exact else relative,
+        "rel_rmse": relative,
         "max_abs": max(t["max_abs"] for t in tensors),
     }
 
