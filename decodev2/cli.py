@@ -4,7 +4,9 @@ exit 2."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -23,20 +25,36 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns 0 when done, 1 when a check failed, 2 for an error, 130 on Ctrl-C."""
+    """Run one command. Returns 0 when done, 1 when a check failed, 2 for an error, 130 on Ctrl-C,
+    141 when the reader of standard output is gone."""
     args = _parser().parse_args(argv)
     try:
-        return args.command(args) or 0
+        status = args.command(args) or 0
+        sys.stdout.flush()  # a full disk must be reported here: at exit it is too late
+        return status
     except (DecodeError, BuildError) as error:
         print(f"decodev2: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as in `decodev2 list | head -1`
+        _discard_stdout()
+        return 141
     except OSError as error:
+        _discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
         print(f"decodev2: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("decodev2: interrupted", file=sys.stderr)
         return 130
+
+
+def _discard_stdout() -> None:
+    """What standard output still holds after an error of its own would fail again at exit, loudly."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):  # a stand-in has no file number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- commands ----

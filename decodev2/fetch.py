@@ -9,8 +9,10 @@ A GGUF is only ever converted here, by transformers; nothing else in the project
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -98,7 +100,7 @@ def fetch(name: str, out_dir: str | Path, progress: bool = True) -> Path:
         return folder
     try:
         if is_gguf:
-            _gguf_facts(Path(name))
+            _need_gguf(Path(name))
             out_dir.mkdir(parents=True, exist_ok=True)
             _build(folder, lambda partial: convert_gguf(name, partial, progress=progress))
         elif name in KNOWN:
@@ -129,32 +131,24 @@ def convert_gguf(
     import transformers
 
     _say(f"{gguf.name}: converting to bf16 with transformers", progress)
-    quiet = transformers.utils.logging
-    verbosity, bars = quiet.get_verbosity(), quiet.is_progress_bar_enabled()
-    quiet.set_verbosity_error()
-    if not progress:
-        quiet.disable_progress_bar()
     try:
-        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        # Later releases can keep the blocks packed; older ones lack the switch and always unpack.
-        packed = getattr(transformers, "GgufConfig", None)
-        unpack = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **where, dtype=torch.bfloat16, **unpack
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        _save_model(model, folder)
-        limit = model.config.max_position_embeddings
-        del model
-        _save_tokenizer(tokenizer, facts, limit, folder)
-    except DecodeError:
+        with _transformers_quiet(bars=progress):
+            where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+            # Later releases can keep the blocks packed; older ones lack the switch and unpack.
+            packed = getattr(transformers, "GgufConfig", None)
+            unpack = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                **where, dtype=torch.bfloat16, **unpack
+            )
+            _save_model(model, folder)
+            limit = model.config.max_position_embeddings
+            del model
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+            _save_tokenizer(tokenizer, facts, limit, folder)
+    except (DecodeError, OSError):  # a full disk is not the file's fault
         raise
     except Exception as error:  # the libraries raise kinds of their own on files we did not make
         raise ModelError(f"{gguf}: transformers cannot convert it ({_one_line(error)})") from None
-    finally:
-        quiet.set_verbosity(verbosity)
-        if bars:
-            quiet.enable_progress_bar()
     _write_generation_config(folder, list(eos_ids) or facts.eos_ids)
     saved = len(inspect(folder).tensors)
     if saved != facts.n_tensors:
@@ -275,14 +269,18 @@ def _need_fetch_extra(thing: str | Path) -> None:
             )
 
 
-def _gguf_facts(gguf: Path) -> _GgufFacts:
-    """Read a GGUF's metadata and refuse, before any work, what the conversion would get wrong."""
+def _need_gguf(gguf: Path) -> None:
     if not gguf.is_file():
         raise ModelError(f"{gguf}: no such file; a GGUF file is needed")
     with open(gguf, "rb") as file:
         if (magic := file.read(4)) != b"GGUF":
             raise ModelError(f"{gguf}: starts with {magic!r}, a GGUF starts with b'GGUF'")
     _need_fetch_extra(gguf)
+
+
+def _gguf_facts(gguf: Path) -> _GgufFacts:
+    """Read a GGUF's metadata and refuse, before any work, what the conversion would get wrong."""
+    _need_gguf(gguf)
     from gguf import GGUFReader
 
     try:
@@ -315,6 +313,20 @@ def _gguf_facts(gguf: Path) -> _GgufFacts:
         field("tokenizer.ggml.pre"),
         [int(i) for i in dict.fromkeys(eos_ids) if i is not None],
     )
+
+
+@contextlib.contextmanager
+def _transformers_quiet(bars: bool):
+    """Errors only and, without `bars`, nothing on stderr: some of its bars know no switch."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with contextlib.nullcontext() if bars else contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _save_model(model, folder: Path) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,11 +69,20 @@ def _missing_tools() -> list[str]:
     return [name for name, path in found.items() if not path]
 
 
-def _build(name: str, files: list[Path], flags: list[str], include: Path):
-    """Compile `files` into an extension, or load the build that is already there."""
+def _build(
+    name: str,
+    files: list[Path],
+    flags: list[str],
+    include: Path,
+    cuda_flags: list[str] | None = None,
+):
+    """Compile `files` (every one counts for the key, `.cpp` and `.cu` are sources) into an
+    extension, or load the build that is already there."""
     import torch
 
-    key = source_hash(files, " ".join(flags), torch.__version__, sys.version.split()[0])
+    key = source_hash(
+        files, " ".join(flags), str(cuda_flags), torch.__version__, sys.version.split()[0]
+    )
     module_name = f"decodev2_{name}_{key}"
     folder = cache_folder() / module_name
     library, complete = folder / f"{module_name}.so", folder / "complete"
@@ -103,7 +113,11 @@ def _build(name: str, files: list[Path], flags: list[str], include: Path):
                     cpp_sources=[
                         f'#include "{path.name}"' for path in files if path.suffix == ".cpp"
                     ],
+                    cuda_sources=[
+                        f'#include "{path.name}"' for path in files if path.suffix == ".cu"
+                    ],
                     extra_cflags=flags,
+                    extra_cuda_cflags=cuda_flags,
                     extra_include_paths=[str(include)],
                     build_directory=str(folder),
                     no_implicit_headers=True,
@@ -132,6 +146,43 @@ def _load(module_name: str, library: Path):
         words = " ".join(str(error).split())
         raise BuildError(f"{library} cannot be loaded ({words}); remove its folder") from None
     return module
+
+
+# ---- CUDA ----
+
+CUDA_EXTENSIONS = ("nf4_gemv",)  # csrc/NAME.cu and csrc/NAME_binding.cpp each
+
+
+def gencode(major: int, minor: int) -> str:
+    """nvcc's flag for one architecture; Hopper's own instructions need the `a` target."""
+    arch = f"{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+    return f"-gencode=arch=compute_{arch},code=sm_{arch}"
+
+
+@functools.cache
+def cuda(name: str):
+    """One extension of CUDA kernels, built for the current device. Raises BuildError."""
+    import torch
+
+    folder = csrc_folder()
+    headers = [p for p in folder.iterdir() if p.suffix in (".h", ".cuh")]
+    files = [folder / f"{name}.cu", folder / f"{name}_binding.cpp", *headers]
+    flags = ["-O3", "-std=c++17", gencode(*torch.cuda.get_device_capability())]
+    return _build(name, files, ["-O2", "-std=c++17"], folder, flags)
+
+
+def build_cuda() -> None:
+    """Build every CUDA extension, side by side, one process each. Raises BuildError."""
+    command = "from decodev2 import native; native.cuda({!r})"
+    children = [
+        subprocess.Popen([sys.executable, "-c", command.format(name)]) for name in CUDA_EXTENSIONS
+    ]
+    failed = [n for n, child in zip(CUDA_EXTENSIONS, children, strict=True) if child.wait()]
+    if failed:
+        raise BuildError(f"CUDA kernels did not build: {', '.join(failed)}")
+
+
+# ---- CPU ----
 
 
 @functools.cache

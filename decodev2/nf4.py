@@ -140,7 +140,7 @@ def encode_nf4(w, name: str = "matrix") -> Packed:
     scales = np.empty((m, k_pad // GROUP), dtype=np.float16)
 
     step = max(1, min(m, _ENCODE_CHUNK // k_pad))
-    work = np.zeros((step, k_pad), dtype=np.float32)  # padding columns stay zero throughout
+    work = np.zeros((step, k_pad), dtype=np.float32)  # padding columns stay zero: 0 / scale
     index = np.empty((step, k_pad), dtype=np.uint8)
     above = np.empty((step, k_pad), dtype=bool)
     for start in range(0, m, step):
@@ -160,7 +160,6 @@ def encode_nf4(w, name: str = "matrix") -> Packed:
             code += flag.view(np.uint8)
         pairs = code.view("<u2")  # low byte: even column, high byte: odd column
         codes[start : start + n] = pairs | (pairs >> 4)  # the cast to uint8 keeps the low byte
-        rows[:, k:] = 0.0
     return Packed(codes, scales, (m, k))
 
 

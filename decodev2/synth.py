@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .errors import ModelError
-from .nf4 import Packed, bf16_bits, bf16_to_f32, encode_nf4
+from .nf4 import ZERO_CODE, Packed, bf16_bits, bf16_to_f32, encode_nf4, padded
 from .plan import GROUP, ArchSpec, layer_names, tensor_shapes, top_names
 from .rope import fuse_internlm_wqkv
 
@@ -85,6 +85,19 @@ def random_packed(spec: ArchSpec, seed: int) -> SynthModel:
                 shape=shape,
             )
     return SynthModel(spec, tensors)
+
+
+def random_matrix(rows: int, cols: int, rng: np.random.Generator) -> Packed:
+    """Uniform random codes and scales near 1/sqrt(cols): a fresh NF4 matrix for kernel checks."""
+    width = padded(cols)
+    codes = rng.integers(0, 256, (rows, width // 2), dtype=np.uint8)
+    nibbles = codes[:, cols // 2 :]  # the first of these bytes may hold the last column
+    if cols % 2:
+        nibbles[:, 0] = nibbles[:, 0] & 15 | ZERO_CODE << 4
+        nibbles = nibbles[:, 1:]
+    nibbles[:] = ZERO_CODE | ZERO_CODE << 4
+    scales = rng.uniform(0.5, 1.5, (rows, width // GROUP)) / np.sqrt(cols)
+    return Packed(codes, scales.astype(np.float16), (rows, cols))
 
 
 def internlm_twin(model: SynthModel) -> SynthModel:

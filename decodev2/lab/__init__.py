@@ -3,3 +3,7 @@
 One measurement goes one way: `experiments.NAME.measure(params)` -> rows -> `plate.save` -> JSON ->
 `plate.draw` -> PNG. `commands` holds what the command line calls. Nothing heavy is imported here.
 """
+
+from .commands import draw_command, lint_command, list_command, record, run_command
+
+__all__ = ["draw_command", "lint_command", "list_command", "record", "run_command"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json as json_text
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +20,17 @@ from .plate import Plate
 DEFAULT_RUNS = Path("runs")
 
 
-def run(
+def run_command(
     name: str,
     params: Sequence[str] = (),
     runs_dir: str | Path = DEFAULT_RUNS,
-    json: bool = False,
+    as_json: bool = False,
     save: bool = True,
 ) -> int:
     """Measure experiment `name` with `params` ("key=value" texts), save, draw and index its plate.
 
-    Prints the plate's path, or with `json` the plate. With `save=False` nothing is written and the
-    plate is printed.
+    Prints the plate's path, or with `as_json` the plate. With `save=False` nothing is written and
+    the plate is printed.
     """
     module = experiments.get(name)
     values = parse_params(module.PARAMS, params, name)
@@ -41,7 +41,7 @@ def run(
             path = plate.save(made, runs_dir)
             plate.draw(path)
             plate.index(runs_dir)
-    if json or path is None:
+    if as_json or path is None:
         sys.stdout.write(plate.dumps(plate.clean(made)))
     else:
         print(path)
@@ -132,52 +132,56 @@ def _convert(key: str, text: str, default: object):
     return text
 
 
-def list_experiments(json: bool = False) -> int:
-    """Print every experiment with its question and parameters."""
-    modules = {name: experiments.get(name) for name in experiments.names()}
-    if json:
-        table = {
-            name: {
-                "title": m.TITLE,
-                "question": m.QUESTION,
-                "device": m.DEVICE,
-                "params": {k: {"default": v, "help": text} for k, (v, text) in m.PARAMS.items()},
-            }
-            for name, m in modules.items()
+def list_command(runs_dir: str | Path = DEFAULT_RUNS, as_json: bool = False) -> int:
+    """Print every experiment with its question, parameters and plates recorded in `runs_dir`."""
+    table = {}
+    for name in experiments.names():
+        m = experiments.get(name)
+        table[name] = {
+            "title": m.TITLE,
+            "question": m.QUESTION,
+            "device": m.DEVICE,
+            "params": {k: {"default": v, "help": text} for k, (v, text) in m.PARAMS.items()},
+            "plates": [p.as_posix() for p in plate.plate_paths(Path(runs_dir) / name)],
         }
-        print(json_text.dumps(table, indent=1, sort_keys=True))
+    if as_json:
+        print(json.dumps(table, indent=1, sort_keys=True))
         return 0
-    for name, m in modules.items():
-        print(f"{name}  [{m.DEVICE}]\n  {m.QUESTION}")
-        for key, (default, text) in m.PARAMS.items():
+    for name, entry in table.items():
+        print(f"{name}  [{entry['device']}]\n  {entry['question']}")
+        for key, parameter in entry["params"].items():
+            default = parameter["default"]
             shown = ",".join(default) if isinstance(default, list) else default
-            print(f"    {f'{key}={shown}':<32} {text}")
+            print(f"    {f'{key}={shown}':<32} {parameter['help']}")
+        for path in entry["plates"]:
+            print(f"  {path}")
     return 0
 
 
-def draw(target: str | Path = DEFAULT_RUNS) -> int:
-    """Draw one plate, or all below a folder (then its index too); print what was written."""
-    target = Path(target)
-    if not target.exists():
-        raise DecodeError(f"{target}: no such file or folder; needs a plate or a folder of plates")
-    paths = plate.plate_paths(target) if target.is_dir() else [target]
-    for path in paths:
-        if png := plate.draw(path):
-            print(png)
-    if target.is_dir():
-        print(plate.index(target))
+def draw_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
+    """Draw plates, or all below folders (then their index too); print what was written."""
+    written = []
+    for target in map(Path, targets):
+        if not target.exists():
+            raise DecodeError(f"{target}: no such file or folder; needs a plate or a runs folder")
+        for path in plate.plate_paths(target) if target.is_dir() else [target]:
+            if png := plate.draw(path):
+                written.append(png.as_posix())
+        if target.is_dir():
+            written.append(plate.index(target).as_posix())
+    print(json.dumps(written, indent=1) if as_json else "\n".join(written))
     return 0
 
 
-def lint(target: str | Path = DEFAULT_RUNS, json: bool = False) -> int:
-    """Print every problem of a plate or of all plates below a folder; 1 if there is any."""
-    found = plate.lint(target)
-    if json:
-        print(json_text.dumps(found, indent=1))
+def lint_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
+    """Print every problem of plates, or of all plates below folders; 1 if there is any."""
+    found = [problem for target in targets for problem in plate.lint(target)]
+    if as_json:
+        print(json.dumps(found, indent=1))
+    elif found:
+        print("\n".join(found))
     else:
-        for problem in found:
-            print(problem)
-        if not found:
-            count = len(plate.plate_paths(target)) if Path(target).is_dir() else 1
-            print(f"{count} plates, no problem")
+        folders = [Path(target) for target in targets]
+        count = sum(len(plate.plate_paths(f)) if f.is_dir() else 1 for f in folders)
+        print(f"{count} {'plate' if count == 1 else 'plates'}, no problem")
     return 1 if found else 0

@@ -685,6 +685,29 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_synced_before_renamed_and_never_beside_an_old_side_car(tmp_path, monkeypatch):
+    """Cut the power at any line: a `.chr` is whole, and never lies beside another one's sums."""
+    path, _ = written(tmp_path)
+    calls = []
+
+    def recorded(owner, name):
+        original = getattr(owner, name)
+
+        def call(*args, **more):
+            calls.append((name, path.exists(), chr0.sidecar_path(path).exists()))
+            return original(*args, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    recorded(os, "fsync")
+    recorded(os, "replace")
+    written(tmp_path, seed=1)
+    order = [name for name, _, _ in calls]
+    assert order[:4] == ["fsync", "fsync", "replace", "replace"]  # both files, then both names
+    assert calls[2] == ("replace", True, False)  # old file, no side-car
+    assert calls[3] == ("replace", True, False)  # new file, no side-car yet
+
+
 def test_folder_that_does_not_exist(tmp_path):
     with pytest.raises(ContainerError, match=r"m\.chr: No such file"):
         written(tmp_path / "absent")
@@ -781,6 +804,18 @@ def test_damaged_side_car(tmp_path, change, message):
     assert changed != side.read_text()
     side.write_text(changed)
     refused(path, "m.chr.sum.json", message)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_side_car_that_is_no_file(tmp_path):
+    path, _ = written(tmp_path)
+    side = chr0.sidecar_path(path)
+    side.unlink()
+    os.mkfifo(side)  # reading it would wait for ever
+    refused(path, "m.chr.sum.json", "regular file")
+    side.unlink()
+    side.mkdir()
+    refused(path, "m.chr.sum.json", "regular file")
 
 
 def test_verifying_without_a_side_car(tmp_path):

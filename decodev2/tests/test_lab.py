@@ -633,10 +633,10 @@ def test_a_damaged_chr_is_no_result(tmp_path, monkeypatch):
 def fake_sessions(monkeypatch, tmp_path):
     """`decodev2.session` with executors that report given times; gives a log of them."""
     put_model(tmp_path / "models", "toy", "toy/toy.chr")
-    log = types.SimpleNamespace(opened=[], ran=[], ids={}, decode_s={})
+    log = types.SimpleNamespace(opened=[], ran=[], closed=[], ids={}, decode_s={})
 
     class Session:
-        packed_bytes = 10_000_000
+        packed_bytes, load_s, warmup_s = 10_000_000, 0.5, 0.25
 
         def __init__(self, executor):
             self.executor = executor
@@ -648,8 +648,10 @@ def fake_sessions(monkeypatch, tmp_path):
             ids = [(sum(prompt_ids) + i) % 32 for i in range(max_new_tokens)]
             ids = log.ids.get(self.executor, lambda ids: ids)(ids)
             decode_s = log.decode_s.get(self.executor, 0.01) * (max_new_tokens - 1)
-            timings = {"prefill_s": 0.1, "decode_s": decode_s}
-            return types.SimpleNamespace(ids=ids, timings=timings)
+            return types.SimpleNamespace(ids=ids, prefill_s=0.1, decode_s=decode_s)
+
+        def close(self):
+            log.closed.append(self.executor)
 
     def open_session(folder, chr_path, executor, device, max_seq):
         assert (folder.name, chr_path.name, device) == ("toy", "toy.chr", "cpu")
@@ -694,15 +696,17 @@ def test_cpu_decode_makes_a_clean_plate(tmp_path, fake_sessions):
     assert ours["share"] == pytest.approx(62.5)
     assert ours["ceiling_tok_s"] == pytest.approx(4000)
     assert ours["prompt_tok_s"] == pytest.approx(480)
+    assert ours["noise"] == pytest.approx(0.0)
     assert (ours["runs"], ours["ids_agree"], loop["ids_agree"]) == (3, 64, 64)
     assert loop["decode_tok_s"] == pytest.approx(500)
     assert isinstance(loop["ratio_to_llama_cpp"], Missing)
     assert made.verdict == "As predicted. toy: 2500.0 tok/s, 62% of the ceiling."
     assert made.card["read_rate"] == READ_RATE
     assert fake_sessions.opened == [("decodev2", 512), ("tokenloop", 512)]
-    # First runs, agreement, then rounds in turning order (1 warm-up + 3), then agreement again.
+    assert fake_sessions.closed == ["decodev2", "tokenloop"]
+    # Agreement, then rounds in turning order (1 warm-up + 3), then agreement again.
     letters = "".join(name[0] for name in fake_sessions.ran)
-    assert letters == "dt" + "dt" + "dt" + "td" + "dt" + "td" + "dt"
+    assert letters == "dt" + "dt" + "td" + "dt" + "td" + "dt"
     assert all(done <= total for done, total, _ in seen)
 
 
@@ -733,7 +737,9 @@ def test_cpu_decode_refuses_a_short_run(tmp_path, fake_sessions):
 def test_one_run_still_makes_a_clean_plate(tmp_path, fake_sessions):
     made = commands.record("cpu_decode", decode_params(tmp_path, runs=1, warmup=0))
     path = plate.save(made, tmp_path / "runs")
-    assert json.loads(path.read_text())["rows"][0]["decode_tok_s_std"] is None
+    row = json.loads(path.read_text())["rows"][0]
+    assert (row["decode_tok_s_std"], row["noise"]) == (None, None)
+    assert "1 run" in row["noise_reason"]
 
 
 @pytest.mark.parametrize(
@@ -755,7 +761,9 @@ def test_llama_cpp_stands_beside(tmp_path, fake_sessions, monkeypatch):
         def run(prompt_ids, n):
             return list(range(n)), 0.2, 0.02 * (n - 1)
 
-        return cpu_decode.Contestant("llama.cpp", run, 12_000_000, 0.5, packed=False)
+        return cpu_decode.Contestant(
+            "llama.cpp", run, lambda: None, 12_000_000, 0.5, 0.1, packed=False
+        )
 
     monkeypatch.setattr(cpu_decode, "_open_llama_cpp", peer)
     made = commands.record("cpu_decode", decode_params(tmp_path, gguf="some/toy.gguf"))
@@ -846,7 +854,7 @@ def toy(monkeypatch):
 
 
 def test_run_saves_draws_and_indexes(tmp_path, toy, capsys):
-    assert commands.run("toy", ["count=4"], tmp_path) == 0
+    assert commands.run_command("toy", ["count=4"], tmp_path) == 0
     out = capsys.readouterr().out
     path = Path(out.strip())
     assert len(plate.load(path).rows) == 4
@@ -857,7 +865,7 @@ def test_run_saves_draws_and_indexes(tmp_path, toy, capsys):
 
 
 def test_json_is_all_there_is_on_standard_output(tmp_path, toy, capsys):
-    assert commands.run("toy", runs_dir=tmp_path, json=True) == 0
+    assert commands.run_command("toy", runs_dir=tmp_path, as_json=True) == 0
     captured = capsys.readouterr()
 
     def refuse(constant):
@@ -869,7 +877,7 @@ def test_json_is_all_there_is_on_standard_output(tmp_path, toy, capsys):
 
 
 def test_run_without_saving_leaves_nothing(tmp_path, toy, capsys):
-    assert commands.run("toy", runs_dir=tmp_path, save=False) == 0
+    assert commands.run_command("toy", runs_dir=tmp_path, save=False) == 0
     assert json.loads(capsys.readouterr().out)["experiment"] == "toy"
     assert list(tmp_path.iterdir()) == []
 
@@ -877,41 +885,47 @@ def test_run_without_saving_leaves_nothing(tmp_path, toy, capsys):
 def test_run_refuses_before_it_measures(tmp_path, toy, monkeypatch):
     monkeypatch.setattr(toy, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(DecodeError, match="toy has no parameter 'cuont'; did you mean count"):
-        commands.run("toy", ["cuont=1"], tmp_path)
+        commands.run_command("toy", ["cuont=1"], tmp_path)
     with pytest.raises(DecodeError, match="does not exist"):
-        commands.run("toyy", [], tmp_path)
+        commands.run_command("toyy", [], tmp_path)
 
 
 def test_lint_and_draw_commands(tmp_path, toy, capsys):
-    commands.run("toy", runs_dir=tmp_path)
-    assert commands.lint(tmp_path) == 0
-    assert "1 plates, no problem" in capsys.readouterr().out
+    commands.run_command("toy", runs_dir=tmp_path)
+    assert commands.lint_command([tmp_path]) == 0
+    assert "1 plate, no problem" in capsys.readouterr().out
     png = next(tmp_path.rglob("*.png"))
     png.unlink()
-    assert commands.lint(tmp_path) == 1
+    assert commands.lint_command([tmp_path]) == 1
     assert "is missing; draw it" in capsys.readouterr().out
-    assert commands.lint(tmp_path, json=True) == 1
+    assert commands.lint_command([tmp_path], as_json=True) == 1
     assert len(json.loads(capsys.readouterr().out)) == 1
-    assert commands.draw(tmp_path) == 0
+    assert commands.draw_command([tmp_path]) == 0
     assert png.is_file()
     capsys.readouterr()
-    assert commands.draw(png.with_suffix(".json")) == 0
+    assert commands.draw_command([png.with_suffix(".json")]) == 0
     assert capsys.readouterr().out.strip() == str(png)
     with pytest.raises(DecodeError, match="no such file or folder"):
-        commands.draw(tmp_path / "absent")
-    assert commands.lint(tmp_path / "absent") == 1
+        commands.draw_command([tmp_path / "absent"])
+    assert commands.lint_command([tmp_path / "absent"]) == 1
 
 
-def test_list_names_every_experiment_and_parameter(capsys):
-    assert commands.list_experiments() == 0
+def test_list_names_every_experiment_parameter_and_plate(tmp_path, capsys):
+    recorded = tmp_path / "cpu_decode" / "toy-20260131-01234567.json"
+    recorded.parent.mkdir()
+    recorded.write_text("{}")
+    assert commands.list_command(tmp_path) == 0
     text = capsys.readouterr().out
-    assert commands.list_experiments(json=True) == 0
+    assert commands.list_command(tmp_path, as_json=True) == 0
     table = json.loads(capsys.readouterr().out)
     assert sorted(table) == experiments.names()
     for name, entry in table.items():
         assert name in text
         for key in entry["params"]:
             assert f"{key}=" in text
+    assert table["cpu_decode"]["plates"] == [recorded.as_posix()]
+    assert recorded.as_posix() in text
+    assert commands.list_command(tmp_path / "absent") == 0
 
 
 def test_the_lab_imports_without_torch_matplotlib_or_pandas():

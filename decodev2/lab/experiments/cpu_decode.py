@@ -53,6 +53,7 @@ COLUMNS = [
     {"name": "decode_s", "unit": "s"},
     *({"name": f"decode_tok_s{end}", "unit": "tok/s"} for end in _RATE),
     {"name": "decode_tok_s_std", "unit": "tok/s"},
+    {"name": "noise", "unit": "%"},
     {"name": "decode_bytes_per_token", "unit": "B"},
     {"name": "decode_gb_s", "unit": "GB/s"},
     {"name": "share", "unit": "%"},
@@ -73,10 +74,11 @@ class Contestant:
 
     name: str
     run: Callable[[list[int], int], tuple[list[int], float, float]]
+    close: Callable[[], None]
     bytes_per_token: int
     load_s: float
-    packed: bool  # same packed weights as the others of this kind: ids must agree
-    first_run_s: float = 0.0
+    first_run_s: float
+    packed: bool = True  # the same packed weights as others of this kind: ids must agree
     prompt_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
     agree: int | Missing = 0
@@ -126,6 +128,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         notes=[
             f"read rate measured before and after, better one kept: {read_rate['gb_s']:.1f} GB/s",
             "decode_s and prompt_s are medians of the runs; the first new id counts as prompt",
+            "noise: the executor's odd rounds against its even rounds; less is no difference",
             "ids_agree: ids equal to the first executor's on two prompts, smaller count",
         ],
         card=card.card("cpu", threads, read_rate),
@@ -163,17 +166,17 @@ def _contestants(model: models.Model, params: dict, threads: int) -> list[Contes
 def _open_ours(model: models.Model, executor: str, params: dict) -> Contestant:
     from ...session import open_session
 
-    start = time.perf_counter()
     session = open_session(
         model.folder, model.chr, executor=executor, device="cpu", max_seq=params["max_seq"]
     )
-    load_s = time.perf_counter() - start
 
     def run(prompt_ids: list[int], new_tokens: int):
         result = session.generate(prompt_ids, new_tokens, ignore_eos=True)
-        return result.ids, result.timings["prefill_s"], result.timings["decode_s"]
+        return result.ids, result.prefill_s, result.decode_s
 
-    return Contestant(executor, run, session.packed_bytes, load_s, packed=True)
+    return Contestant(
+        executor, run, session.close, session.packed_bytes, session.load_s, session.warmup_s
+    )
 
 
 def _open_llama_cpp(gguf: Path, params: dict, threads: int) -> Contestant:
@@ -211,7 +214,11 @@ def _open_llama_cpp(gguf: Path, params: dict, threads: int) -> Contestant:
             ids.append(next_id())
         return ids, middle - start, time.perf_counter() - middle
 
-    return Contestant(PEER, run, llama_bytes_per_token(llama), load_s, packed=False)
+    start = time.perf_counter()
+    run([0], 2)
+    first_run_s = time.perf_counter() - start
+    size = llama_bytes_per_token(llama)
+    return Contestant(PEER, run, llama.close, size, load_s, first_run_s, packed=False)
 
 
 def llama_bytes_per_token(llama) -> int:
@@ -240,10 +247,6 @@ def _time_model(model, params, threads, report) -> list[Contestant]:
     report(0, f"{model.name}: loading")
     group = _contestants(model, params, threads)
     first, second = (prompt(params["prompt_tokens"], vocab, seed) for seed in (0, 1))
-    for own in group:
-        start = time.perf_counter()
-        own.run(first, 2)
-        own.first_run_s = time.perf_counter() - start
     _agree(model.name, group, first, params["new_tokens"])
 
     rounds = params["warmup"] + params["runs"]
@@ -262,7 +265,8 @@ def _time_model(model, params, threads, report) -> list[Contestant]:
     # Fresh input afterwards: a result kept from the timed prompt would show here.
     _agree(model.name, group, second, params["new_tokens"])
     for own in group:
-        own.run = None  # lets go of the weights
+        own.close()
+        own.run = own.close = None  # lets go of the weights
     return group
 
 
@@ -313,6 +317,7 @@ def _row(model, own: Contestant, group: list[Contestant], params: dict, ceiling:
         "decode_tok_s_best": each.best,
         "decode_tok_s_worst": each.worst,
         "decode_tok_s_std": each.std,
+        "noise": _noise(own.decode_s),
         "decode_bytes_per_token": own.bytes_per_token,
         "decode_gb_s": own.bytes_per_token * decode * 1e-9,
         "share": 100 * share,
@@ -327,6 +332,13 @@ def _row(model, own: Contestant, group: list[Contestant], params: dict, ceiling:
         "ids_agree": own.agree,
         "ratio_to_llama_cpp": ratio,
     }
+
+
+def _noise(decode_s: list[float]) -> float | Missing:
+    """Noise band in percent, from the two halves that every other round makes."""
+    if len(decode_s) < 2:
+        return Missing("1 run has no second to compare with")
+    return 100 * bench.noise_band(decode_s[::2], decode_s[1::2])
 
 
 def _verdict(rows: list[dict]) -> str:

@@ -1,0 +1,99 @@
+// What the attention kernels share: bf16 packing, the bf16 tensor-core product, RoPE of one pair, and the
+// arithmetic of merging online-softmax partials. Torch-free.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+
+#include "launch.h"
+#include "nf4.cuh"
+
+namespace decodev2 {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+__device__ __forceinline__ float exp2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Weight of a partial with maximum m when the maximum of all is `top`. A partial that saw no key has
+// m = -inf and weighs 0; -inf - -inf is never formed.
+__device__ __forceinline__ float partial_weight(float m, float top) {
+  return m == kMinusInfinity ? 0.0f : exp2_approx(m - top);
+}
+
+__device__ __forceinline__ float reciprocal_or_zero(float sum) {
+  return sum == 0.0f ? 0.0f : 1.0f / sum;
+}
+
+// ---- bf16 --------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+__device__ __forceinline__ uint16_t to_bf16(float v) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(v));
+}
+
+// Two floats as bf16 `high` plus bf16 `low`: together 16 bits of mantissa, so that a product with bf16 keys or
+// values is as good as float32. An infinite or NaN value has no remainder (inf - inf would be NaN).
+__device__ __forceinline__ void split_bf16(float a, float b, uint32_t& high, uint32_t& low) {
+  high = pack_bf16(a, b);
+  const float a_high = bf16_low(high), b_high = bf16_high(high);
+  low = pack_bf16(fabsf(a_high) <= 3.0e38f ? a - a_high : 0.0f,
+                  fabsf(b_high) <= 3.0e38f ? b - b_high : 0.0f);
+}
+
+// c += A B: A 16 x 16 bf16 (row), B 16 x 8 bf16 (col), c 16 x 8 float
+__device__ __forceinline__ void mma_bf16(float* c, uint32_t a0, uint32_t a1, uint32_t a2,
+                                         uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- RoPE --------------------------------------------------------------------------------------------
+
+// rotate-half: the pair (x[d], x[d + head_dim / 2]) turns by the angle of d. cos and sin are the table's first
+// half (both halves hold the same values).
+__device__ __forceinline__ void rotate_pair(float& first, float& second, float cos, float sin) {
+  const float a = first, b = second;
+  first = a * cos - b * sin;
+  second = b * cos + a * sin;
+}
+
+// Row of the RoPE tables for a position; a position outside the tables takes the nearest row.
+__device__ __forceinline__ int64_t table_row(int64_t position, int max_seq) {
+  return position < 0 ? 0 : position >= max_seq ? max_seq - 1 : position;
+}
+
+__device__ __forceinline__ bool in_cache(int64_t position, int max_seq) {
+  return position >= 0 && position < max_seq;
+}
+
+// ---- last arrival ------------------------------------------------------------------------------------
+
+// Called by all threads of a CTA after their partials are stored: true in the CTA that comes last of `parties`,
+// which may then read what the others stored. The counter is back at 0 afterwards.
+__device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties, uint32_t* shared_flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    *shared_flag = atomicInc(counter, parties - 1) == parties - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return *shared_flag != 0;
+}
+
+}  // namespace decodev2

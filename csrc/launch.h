@@ -1,0 +1,155 @@
+// Every launcher of the CUDA kernels, torch-free: device pointers, shapes and a stream in, an error code out.
+// Nothing here allocates, synchronises or touches the default stream.
+#pragma once
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace decodev2 {
+
+// ---- nf4_gemv.cu: one column -------------------------------------------------------------------------
+
+enum class GemvKind { kPlain, kSwiglu, kHead };
+enum class GemvVariant { kDirect = 0, kRing8x2 = 1, kRing16x4 = 2, kRing16x3 = 3 };
+
+struct GemvArguments {
+  const uint8_t* panels;      // [tiles][groups * 544 B], nf4.cuh
+  const float* x;             // [cols]
+  float* y;                   // [rows]
+  const float* norm_weight;   // [cols] or null: x is normed on the way in
+  const float* bias;          // [rows] or null
+  const float* residual;      // [rows] or null; may be y
+  float* candidate_values;    // head: [grid], the best logit of each CTA
+  int* candidate_ids;         // head: [grid], its row, or -1
+  float eps;                  // of the norm
+  int rows;                   // output rows; for swiglu: units
+  int cols;                   // K
+  int groups;                 // K_pad / 64
+  int tiles;                  // 16-row tiles of the panel matrix
+};
+
+struct GemvPlan {
+  GemvVariant variant;
+  int multiprocessors;
+  bool pdl;  // programmatic dependent launch
+};
+
+GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
+cudaError_t launch_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
+
+// ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------------
+
+struct AttnArguments {
+  float* q;                  // [n, n_q * head_dim] before RoPE; rope_kv rotates it in place
+  float* k;                  // [n, n_kv * head_dim] before RoPE; rope_kv rotates it in place
+  const float* v;            // [n, n_kv * head_dim]
+  const float* cos;          // [max_seq, head_dim], both halves filled
+  const float* sin;          // [max_seq, head_dim]
+  const int64_t* position;   // [n] cache slot of each column; outside [0, max_seq) nothing is written
+  int32_t* valid_len;        // [n] live prefix. Written (position + 1) where RoPE is fused, else read
+  uint16_t* k_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
+  uint16_t* v_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
+  float* out;                // [n, n_q * head_dim]
+  float* partials;           // scratch, attn_partial_floats(...)
+  uint32_t* counters;        // [n_q]; zero once after allocation, every launch leaves them zero
+  int n;                     // columns
+  int n_q;                   // query heads
+  int n_kv;                  // key / value heads, divides n_q
+  int head_dim;              // 16, 32, 64 or 128
+  int max_seq;               // slots in the cache
+};
+
+// How the splits of attn_decode become one result: the CTA that arrives last adds all of them, or clusters of 8
+// CTAs add theirs through distributed shared memory first (sm_90 and newer). kAuto takes the better one.
+enum class AttnMerge { kAuto = 0, kLastCta = 1, kCluster = 2 };
+
+struct AttnPlan {
+  AttnMerge merge;  // attn_decode
+  bool rope;        // attn_decode: rotate q, k and write k, v here; false: rope_kv has run
+  int key_splits;   // attn_prefill: warps that share one row tile's keys: 1, 2, 4; 0 chooses
+  bool pdl;         // programmatic dependent launch; ignored below sm_90
+};
+
+// Floats of `partials` that any attention kernel below needs.
+int64_t attn_partial_floats(int n_q, int n_kv, int head_dim, int max_seq);
+
+// One column (n = 1), one launch: RoPE, KV write, attention over the live prefix. Any n_q / n_kv.
+cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+// n columns: rotate q and k in place, write k and v to the cache.
+cudaError_t launch_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+// n columns after rope_kv: each attends to the first valid_len[i] slots.
+cudaError_t launch_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+// Rung: one warp per query head and column, after rope_kv.
+cudaError_t launch_attn_one_warp(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+// Rung: one column, RoPE and KV write inside, n_q x 32 CTAs and a second launch that merges.
+cudaError_t launch_attn_flash_two_launch(const AttnArguments& a, const AttnPlan& plan,
+                                         cudaStream_t stream);
+
+// ---- step.cu: the small kernels of a step --------------------------------------------------------------
+
+struct RmsArguments {
+  const float* x;       // [n, hidden]
+  const float* weight;  // [hidden]
+  float* y;             // [n, hidden], may be x
+  float eps;
+  int n;                // rows
+  int hidden;           // multiple of 4, at most 16384
+};
+
+// The embedding table: NF4 panels (nf4.cuh) or, for the small synthetic models, dense float32. One is null.
+struct EmbedTable {
+  const uint8_t* panels;  // tiles of 16 rows
+  const float* dense;     // [rows, hidden]
+  int64_t rows;           // vocabulary; an id outside [0, rows) gives zeros
+  int hidden;
+  int groups;             // K_pad / 64
+};
+
+struct EmbedArguments {
+  EmbedTable table;
+  const int64_t* token;     // [n]
+  const int64_t* position;  // [n], or null
+  int32_t* valid_len;       // [n], written position + 1, or null
+  float* x;                 // [n, hidden]
+  int n;
+};
+
+// What happens once the best id is known. next_token is always written: the id, or -1 when no candidate is a
+// number above -inf. With `token` not null the step also commits, unless `finished` is already set (after the end
+// next_token is still computed, token and position stay): token = next_token, position += 1,
+// finished |= next_token is in eos_ids. With `x` not null the embedding row of `token` is gathered for the next
+// step.
+struct CommitArguments {
+  int64_t* next_token;      // [1]
+  int64_t* token;           // [1], or null: leave token, position and finished alone
+  int64_t* position;        // [1]
+  uint8_t* finished;        // [1]
+  const int64_t* eos_ids;   // [8], unused slots -1
+  EmbedTable table;         // read only with x
+  float* x;                 // [hidden], or null; needs token
+};
+
+// Best of the per-CTA candidates that the head GEMV leaves (id -1: none), then CommitArguments.
+struct CandidateArguments {
+  const float* values;  // [count]
+  const int* ids;       // [count]
+  int count;
+  CommitArguments commit;
+};
+
+constexpr int kMaxArgmaxCtas = 132;  // CTAs, and so partial results, of launch_argmax
+
+// The same from the logits themselves.
+struct ArgmaxArguments {
+  const float* logits;  // [vocab]
+  int vocab;
+  uint64_t* partials;   // [kMaxArgmaxCtas] scratch
+  uint32_t* counter;    // [1]; zero once after allocation, every launch leaves it zero
+  CommitArguments commit;
+};
+
+cudaError_t launch_rms(const RmsArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t launch_embed_rows(const EmbedArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t launch_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t launch_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream);
+
+}  // namespace decodev2

@@ -1,0 +1,58 @@
+// Torch-facing side of nf4_gemv.cu: checks, then one launch on the current stream of x's device.
+#include "checks.h"
+#include "launch.h"
+
+namespace {
+
+using torch::Tensor;
+using Optional = std::optional<Tensor>;
+
+// y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows].
+void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64_t kind, const Optional& norm_weight,
+          double eps, const Optional& bias, const Optional& residual, const Optional& candidate_values,
+          const Optional& candidate_ids, int64_t variant, bool pdl) {
+  using namespace decodev2;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
+  const int64_t cols = x.size(-1), rows = y.size(-1), groups = (cols + 63) / 64;
+  const int64_t rows_per_tile = kind == 1 ? 8 : 16;
+  TORCH_CHECK_VALUE(kind >= 0 && kind <= 2, "kind is ", kind, ", needs 0 plain, 1 swiglu or 2 head");
+  TORCH_CHECK_VALUE((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
+                    " tiles of ", rows_per_tile);
+  check_tensor(x, "x", torch::kFloat, cols, x);
+  check_tensor(panels, "panels", torch::kByte, tiles * groups * 544, x);
+  check_tensor(y, "y", torch::kFloat, rows, x);
+  if (norm_weight) check_tensor(*norm_weight, "norm_weight", torch::kFloat, cols, x);
+  if (bias) check_tensor(*bias, "bias", torch::kFloat, rows, x);
+  if (residual) check_tensor(*residual, "residual", torch::kFloat, rows, x);
+  const int64_t candidates = 2 * device->multiProcessorCount;
+  if (kind == 2) {
+    TORCH_CHECK_VALUE(candidate_values && candidate_ids, "the head needs candidate buffers");
+    check_tensor(*candidate_values, "candidate_values", torch::kFloat, candidates, x);
+    check_tensor(*candidate_ids, "candidate_ids", torch::kInt, candidates, x);
+  }
+  GemvArguments a = {};
+  a.panels = panels.const_data_ptr<uint8_t>();
+  a.x = x.const_data_ptr<float>();
+  a.y = y.mutable_data_ptr<float>();
+  a.norm_weight = data_or_null<const float>(norm_weight);
+  a.bias = data_or_null<const float>(bias);
+  a.residual = data_or_null<const float>(residual);
+  a.candidate_values = data_or_null<float>(candidate_values);
+  a.candidate_ids = data_or_null<int>(candidate_ids);
+  a.eps = static_cast<float>(eps);
+  a.rows = static_cast<int>(rows);
+  a.cols = static_cast<int>(cols);
+  a.groups = static_cast<int>(groups);
+  a.tiles = static_cast<int>(tiles);
+  const int capability = device->major * 10 + device->minor;
+  GemvPlan plan;
+  plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
+  plan.multiprocessors = device->multiProcessorCount;
+  plan.pdl = pdl && capability >= 90;
+  check_launch(launch_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gemv", &gemv); }
