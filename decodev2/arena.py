@@ -21,6 +21,7 @@ class Arena:
     token: torch.Tensor  # [n] int64, ids that enter
     position: torch.Tensor  # [n] int64, cache slot of each column
     valid_len: torch.Tensor  # [n] int32, live prefix each column attends to
+    one: torch.Tensor  # [n] int32, all 1: torch would allocate a tensor for a Python 1, every step
     x: torch.Tensor  # [n, hidden]
     h: torch.Tensor  # [n, hidden]
     q: torch.Tensor  # [n, n_q * head_dim]
@@ -48,6 +49,7 @@ def allocate_arena(spec: ArchSpec, n: int, device: str = "cpu") -> Arena:
         token=buffer(n, dtype=torch.int64),
         position=buffer(n, dtype=torch.int64),
         valid_len=buffer(n, dtype=torch.int32),
+        one=buffer(n, dtype=torch.int32).fill_(1),
         x=buffer(n, spec.hidden),
         h=buffer(n, spec.hidden),
         q=buffer(n, spec.q_dim),

@@ -7,6 +7,7 @@ and the step. It comes from one of the tables below or from an HF `config.json`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,7 +224,7 @@ def spec_from_config(
 ) -> ArchSpec:
     """ArchSpec of a parsed HF config. See `spec_from_folder`."""
     model_type = config.get("model_type", "unknown")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"model_type {model_type!r} is not implemented; needs one of {', '.join(FAMILIES)}"
         )
@@ -236,11 +237,9 @@ def spec_from_config(
         raise ModelError(
             f"num_attention_heads {n_q} is not a multiple of num_key_value_heads {n_kv}"
         )
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        if hidden % n_q:
-            raise ModelError(f"hidden_size {hidden} does not divide by num_attention_heads {n_q}")
-        head_dim = hidden // n_q
+    if config.get("head_dim") is None and hidden % n_q:
+        raise ModelError(f"hidden_size {hidden} does not divide by num_attention_heads {n_q}")
+    head_dim = _positive_int(config, "head_dim", default=hidden // n_q)
     if head_dim not in HEAD_DIMS:
         raise ModelError(f"head_dim {head_dim} has no attention kernel; needs one of {HEAD_DIMS}")
 
@@ -249,9 +248,11 @@ def spec_from_config(
         max_seq = min(DEFAULT_MAX_SEQ, limit)
     if not 1 <= max_seq <= limit:
         raise ModelError(f"max_seq {max_seq} is outside this model's 1..{limit}")
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ModelError(f"config.json: tie_word_embeddings is {tied!r}, needs true or false")
 
     theta, scaling = _rope_from_config(config)
-    eos_ids = tuple(dict.fromkeys(_eos_ids(generation or {}) + _eos_ids(config)))
     return ArchSpec(
         name=name,
         family=FAMILIES[model_type],
@@ -263,12 +264,12 @@ def spec_from_config(
         intermediate=_positive_int(config, "intermediate_size"),
         vocab=_positive_int(config, "vocab_size"),
         max_seq=max_seq,
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=_positive_float(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=model_type == "qwen2",
-        tied=bool(config.get("tie_word_embeddings", False)),
-        eos_ids=eos_ids,
+        tied=tied,
+        eos_ids=tuple(dict.fromkeys(_eos_ids(generation or {}) + _eos_ids(config))),
         model_type=model_type,
     )
 
@@ -280,6 +281,13 @@ def _positive_int(config: dict, key: str, default: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"config.json: {key} is {value!r}, needs a positive integer")
     return value
+
+
+def _positive_float(table: dict, key: str, default: float | None = None) -> float:
+    value = table.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {key} is {value!r}, needs a positive number")
+    return float(value)
 
 
 def _refuse_unimplemented(config: dict, model_type: str) -> None:
@@ -300,34 +308,41 @@ def _refuse_unimplemented(config: dict, model_type: str) -> None:
         raise ModelError("use_sliding_window=true is not implemented; needs false")
     if config.get("quantization_config"):
         raise ModelError("quantization_config present: packing needs an unquantised checkpoint")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1.0 is not implemented")
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ModelError(f"layer_types {kind!r} is not implemented; needs 'full_attention'")
 
 
 def _rope_from_config(config: dict) -> tuple[float, RopeScaling | None]:
     """Theta and scaling from the newer nested `rope_parameters` or the older top-level keys."""
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"config.json: {key} is {value!r}, needs an object or null")
+        for inner in (value or {}).values():
+            if isinstance(inner, dict):
+                raise ModelError(f"{key} that differs between layers is not implemented")
     nested = config.get("rope_parameters") or {}
     raw = nested or config.get("rope_scaling") or {}
-    theta = float(nested.get("rope_theta", config.get("rope_theta", 1e4)))
-    if nested.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1.0 is not implemented")
+    for table in (config, raw):
+        if table.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError("partial_rotary_factor other than 1.0 is not implemented")
+    theta = _positive_float(nested if "rope_theta" in nested else config, "rope_theta", 1e4)
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind in (None, "default"):
         return theta, None
     if kind not in ("linear", "llama3"):
         raise ModelError(f"rope scaling {kind!r} is not implemented; needs 'linear' or 'llama3'")
-    try:
-        if kind == "linear":
-            return theta, RopeScaling("linear", float(raw["factor"]))
-        return theta, RopeScaling(
-            "llama3",
-            float(raw["factor"]),
-            float(raw["low_freq_factor"]),
-            float(raw["high_freq_factor"]),
-            int(raw["original_max_position_embeddings"]),
-        )
-    except KeyError as missing:
-        raise ModelError(f"rope scaling {kind!r}: {missing} is missing from config.json") from None
+    factor = _positive_float(raw, "factor")
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    return theta, RopeScaling(
+        "llama3",
+        factor,
+        _positive_float(raw, "low_freq_factor"),
+        _positive_float(raw, "high_freq_factor"),
+        _positive_int(raw, "original_max_position_embeddings"),
+    )
 
 
 def _eos_ids(config: dict) -> tuple[int, ...]:
@@ -340,7 +355,7 @@ def _eos_ids(config: dict) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-_LAYER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_LAYER_PATTERN = re.compile(r"(?:^|\.)layers\.([0-9]+)(?:\.|$)")
 
 
 def layer_of(name: str) -> int | None:

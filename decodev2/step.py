@@ -33,7 +33,7 @@ def forward(
     watch = watch or _unwatched
     ops.embed(weights.embed, c.token, c.x)
     watch("embed", c.x)
-    torch.add(c.position, 1, out=c.valid_len)
+    c.valid_len.copy_(c.position).add_(c.one)
     for i, layer in enumerate(weights.layers):
         ops.rms(c.x, layer.attn_norm, eps, c.h)
         watch(f"layer {i} attn_in", c.h)

@@ -547,7 +547,7 @@ def test_without_head_dim_hidden_is_divided(tmp_path, head_dim):
 @pytest.mark.parametrize("head_dim", [80, 48, 256, 0, -64, "64", 64.5])
 def test_head_dim_without_kernel_is_refused(tmp_path, no_reading, head_dim):
     folder = write_hf_folder(tmp_path / "m", hf_config(WIDE, head_dim=head_dim), hf_tensors(WIDE))
-    refused(folder, f"head_dim {head_dim}", "(16, 32, 64, 128)")
+    refused(folder, "head_dim", str(head_dim))
 
 
 # ---- A9, A12: what the config says, in both spellings ----

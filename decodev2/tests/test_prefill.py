@@ -15,7 +15,7 @@ from decodev2.prefill import consume_prompt, forward_prefill
 from decodev2.state import allocate_state, load_token, reset
 from decodev2.synth import build
 
-CHUNKS = (1, 2, 7, 12, 16, 31, 32, 40, 64)
+CHUNKS = (1, 7, 12, 16, 32, 64)
 SPECS = {
     "tiny-llama": (with_max_seq(TINY_LLAMA, 64), 0),
     "tiny-internlm": (with_max_seq(TINY_INTERNLM, 64), 1),
@@ -55,7 +55,7 @@ def poisoned(spec, chunk):
     return state
 
 
-@pytest.mark.parametrize("n", (1, 2, 31, 32, 33, 40, 64))
+@pytest.mark.parametrize("n", (1, 33, 40, 64))
 def test_chunks_give_the_bits_of_single_tokens(case, n):
     model, weights = case
     prompt = prompt_of(model.spec, n)
