@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cuda_bf16.h>
 
+#include "device.cuh"
 #include "launch.h"
 #include "nf4.cuh"
 
@@ -94,6 +95,12 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties,
   }
   __syncthreads();
   return *shared_flag != 0;
+}
+
+// ---- host side ---------------------------------------------------------------------------------------
+
+inline bool valid_shape(const AttnArguments& a) {
+  return a.n >= 1 && a.n_kv >= 1 && a.n_q >= a.n_kv && a.n_q % a.n_kv == 0 && a.max_seq >= 1;
 }
 
 }  // namespace decodev2

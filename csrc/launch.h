@@ -36,6 +36,40 @@ struct GemvPlan {
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
 cudaError_t launch_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
 
+// ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
+
+enum class GemmKind { kPlain, kSwiglu };
+
+struct GemmArguments {
+  const uint8_t* panels;      // [tiles][groups * 544 B], nf4.cuh
+  const float* x;             // [n, cols], rows ld_x apart
+  float* y;                   // [n, rows], rows ld_y apart
+  const float* norm_weight;   // [cols] or null: x is normed on the way in
+  const float* bias;          // [rows] or null; not with swiglu
+  const float* residual;      // [n, rows], rows ld_y apart, or null; may be y; not with swiglu
+  uint8_t* workspace;         // gemm_workspace_bytes(...), aligned to 16; needs no initialisation
+  size_t workspace_bytes;
+  int64_t ld_x;               // elements
+  int64_t ld_y;               // elements
+  float eps;                  // of the norm
+  int n;                      // columns
+  int rows;                   // output rows; for swiglu: units
+  int cols;                   // K
+  int groups;                 // K_pad / 64
+  int tiles;                  // 16-row tiles of the panel matrix
+};
+
+struct GemmPlan {
+  int multiprocessors;
+  int shared_limit;  // bytes of shared memory a CTA may opt in to
+  bool pdl;          // programmatic dependent launch; ignored below sm_90
+};
+
+// Workspace of one call; 0 for a shape or device that cannot run. Grows with n.
+size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan);
+// Two launches: x to half fragments, then the matrix. cudaErrorInvalidValue for sizes that do not fit together.
+cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
+
 // ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------------
 
 struct AttnArguments {

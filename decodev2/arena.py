@@ -24,6 +24,7 @@ class Arena:
     one: torch.Tensor  # [n] int32, all 1: torch would allocate a tensor for a Python 1, every step
     x: torch.Tensor  # [n, hidden]
     h: torch.Tensor  # [n, hidden]
+    qkv: torch.Tensor  # [n, (n_q + 2 n_kv) * head_dim], of which q, k and v are columns
     q: torch.Tensor  # [n, n_q * head_dim]
     k: torch.Tensor  # [n, n_kv * head_dim]
     v: torch.Tensor  # [n, n_kv * head_dim]
@@ -38,13 +39,16 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        views = ("q", "k", "v")
+        return sum(getattr(self, f.name).nbytes for f in fields(self) if f.name not in views)
 
 
 def allocate_arena(spec: ArchSpec, n: int, device: str = "cpu") -> Arena:
     def buffer(*shape: int, dtype=torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    qkv = buffer(n, spec.q_dim + 2 * spec.kv_dim)
+    q, k, v = qkv.split([spec.q_dim, spec.kv_dim, spec.kv_dim], dim=1)
     return Arena(
         token=buffer(n, dtype=torch.int64),
         position=buffer(n, dtype=torch.int64),
@@ -52,9 +56,10 @@ def allocate_arena(spec: ArchSpec, n: int, device: str = "cpu") -> Arena:
         one=buffer(n, dtype=torch.int32).fill_(1),
         x=buffer(n, spec.hidden),
         h=buffer(n, spec.hidden),
-        q=buffer(n, spec.q_dim),
-        k=buffer(n, spec.kv_dim),
-        v=buffer(n, spec.kv_dim),
+        qkv=qkv,
+        q=q,
+        k=k,
+        v=v,
         attn=buffer(n, spec.q_dim),
         act=buffer(n, spec.intermediate),
     )

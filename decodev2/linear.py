@@ -14,6 +14,7 @@ import torch
 
 from . import native
 from .nf4 import Packed
+from .panels import PanelLinear
 
 ROW_BLOCK = 16
 
@@ -31,6 +32,9 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
+
+
+Linear = PackedLinear | PanelLinear
 
 
 def from_packed(packed: Packed) -> PackedLinear:

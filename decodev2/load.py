@@ -12,10 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from . import panels
 from .chr0 import ChrFile
 from .errors import ContainerError
-from .linear import PackedLinear, from_packed
+from .linear import Linear, PackedLinear, from_packed
 from .nf4 import Packed
+from .panels import PanelLinear
 from .plan import ArchSpec, layer_names, spec_from_folder, tensor_shapes, top_names
 from .rope import split_internlm_wqkv
 
@@ -37,32 +39,37 @@ class ChrModel:
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """One layer. On the CPU fused parts are tuples, on CUDA one panel matrix and one vector."""
+
     attn_norm: torch.Tensor  # [hidden] float32
-    qkv: tuple[PackedLinear, PackedLinear, PackedLinear]
-    qkv_bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-    o: PackedLinear
+    qkv: tuple[PackedLinear, PackedLinear, PackedLinear] | PanelLinear
+    qkv_bias: tuple[torch.Tensor | None, ...] | torch.Tensor | None  # [rows of q, k, v] float32
+    o: Linear
     mlp_norm: torch.Tensor  # [hidden] float32
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    gate_up: tuple[PackedLinear, PackedLinear] | PanelLinear
+    down: Linear
 
     @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        return (*self.qkv, self.o, self.gate, self.up, self.down)
+    def nbytes(self) -> int:
+        """Packed bytes of the layer's matrices."""
+        parts = (self.qkv, self.o, self.gate_up, self.down)
+        return sum(
+            w.nbytes for part in parts for w in (part if isinstance(part, tuple) else (part,))
+        )
 
 
 @dataclass(frozen=True)
 class ModelWeights:
     spec: ArchSpec
-    embed: PackedLinear | torch.Tensor  # packed rows; dense float32 only for synthetic models
+    embed: Linear | torch.Tensor  # packed rows; dense float32 only for synthetic models
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden] float32
-    lm_head: PackedLinear  # the embedding itself when tied
+    lm_head: Linear  # the embedding itself when tied
 
     @property
     def bytes_per_token(self) -> int:
         """Packed bytes one decode step must read: every linear once, and the head."""
-        return self.lm_head.nbytes + sum(w.nbytes for layer in self.layers for w in layer.linears)
+        return self.lm_head.nbytes + sum(layer.nbytes for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -118,45 +125,55 @@ def _check_fits(file: ChrFile, spec: ArchSpec, folder: Path) -> None:
 
 
 def load_weights(model: Model, device: str = "cpu") -> ModelWeights:
-    """Bring every tensor into the device's layout, one at a time (peak: the model plus one
-    tensor)."""
+    """Bring every tensor into the device's layout, one at a time: peak is the model plus one."""
     spec, tensors = model.spec, model.tensors
+    on_cpu = torch.device(device).type == "cpu"
 
-    def vector(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(tensors[name], dtype=np.float32)).to(device)
+    def vector(*names: str) -> torch.Tensor:
+        parts = [np.asarray(tensors[name], np.float32) for name in names]
+        return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def packed(name: str) -> PackedLinear:
-        return from_packed(tensors[name])
+    def matrix(packed: Packed) -> Linear:
+        return from_packed(packed) if on_cpu else panels.from_packed(packed, device)
+
+    def bias(names: dict[str, str]):
+        if not spec.qkv_bias:
+            return (None, None, None) if on_cpu else None
+        parts = [names[f"{role}_bias"] for role in "qkv"]
+        return tuple(map(vector, parts)) if on_cpu else vector(*parts)
 
     def layer(i: int) -> LayerWeights:
         names = layer_names(spec, i)
-        if "wqkv" in names:  # one fused matrix, rows grouped by KV head
-            fused = tensors[names["wqkv"]]
-            parts = zip(
-                *(split_internlm_wqkv(a, spec) for a in (fused.codes, fused.scales)), strict=True
-            )
-            qkv = tuple(from_packed(Packed(c, s, (len(c), fused.shape[1]))) for c, s in parts)
-        else:
-            qkv = tuple(packed(names[role]) for role in "qkv")
-        bias = tuple(vector(names[f"{role}_bias"]) if spec.qkv_bias else None for role in "qkv")
+        qkv = _qkv(tensors, names, spec)
+        gate, up = tensors[names["gate"]], tensors[names["up"]]
         return LayerWeights(
             attn_norm=vector(names["attn_norm"]),
-            qkv=qkv,
-            qkv_bias=bias,
-            o=packed(names["o"]),
+            qkv=tuple(map(from_packed, qkv)) if on_cpu else panels.from_packed(qkv, device),
+            qkv_bias=bias(names),
+            o=matrix(tensors[names["o"]]),
             mlp_norm=vector(names["mlp_norm"]),
-            gate=packed(names["gate"]),
-            up=packed(names["up"]),
-            down=packed(names["down"]),
+            gate_up=(from_packed(gate), from_packed(up))
+            if on_cpu
+            else panels.gate_up_from_packed(gate, up, device),
+            down=matrix(tensors[names["down"]]),
         )
 
     names = top_names(spec)
     table = tensors[names["embed"]]
-    embed = from_packed(table) if isinstance(table, Packed) else torch.from_numpy(table.copy())
+    embed = matrix(table) if isinstance(table, Packed) else torch.tensor(table, device=device)
     return ModelWeights(
         spec=spec,
         embed=embed,
         layers=tuple(layer(i) for i in range(spec.n_layers)),
         norm=vector(names["norm"]),
-        lm_head=embed if spec.tied else packed(names["lm_head"]),
+        lm_head=embed if spec.tied else matrix(tensors[names["lm_head"]]),
     )
+
+
+def _qkv(tensors: Mapping, names: dict[str, str], spec: ArchSpec) -> tuple[Packed, Packed, Packed]:
+    """The three matrices of a layer; InternLM2 keeps them in one, rows grouped by KV head."""
+    if "wqkv" not in names:
+        return tuple(tensors[names[role]] for role in "qkv")
+    fused = tensors[names["wqkv"]]
+    codes, scales = (split_internlm_wqkv(part, spec) for part in (fused.codes, fused.scales))
+    return tuple(Packed(c, s, (len(c), fused.shape[1])) for c, s in zip(codes, scales, strict=True))

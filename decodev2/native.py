@@ -93,7 +93,7 @@ def _build(
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     try:
         with _exclusive(folder / "build.lock"):
-            if complete.exists():  # needs no ninja and no compiler
+            if complete.exists() and library.exists():  # needs no ninja and no compiler
                 return _load(module_name, library)
             missing = _missing_tools()
             if missing:
@@ -107,6 +107,8 @@ def _build(
 
             started = time.perf_counter()
             (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed
+            # torch would not build twice in one process what failed once
+            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(module_name, None)
             try:
                 module = cpp_extension.load_inline(
                     module_name,
@@ -122,7 +124,7 @@ def _build(
                     build_directory=str(folder),
                     no_implicit_headers=True,
                 )
-            except (RuntimeError, ImportError, OSError) as error:
+            except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
                 log = folder / "build.log"
                 log.write_text(str(error))
                 raise BuildError(

@@ -1,6 +1,10 @@
-"""One function per operation of the step. Each writes its last tensor argument(s); none allocates.
+"""One function per operation of the step, CPU and CUDA. Each writes into the arena; none
+allocates.
 
-The names follow the contract's kernels: rms, qkv, rope_kv, attn, linear, swiglu, head, commit.
+A layer is five operations: `qkv` (norm, product, bias), `attention` (RoPE, cache write, softmax
+over the live prefix), `project` (product added to the residual), `swiglu` (norm, gate and up, silu)
+and `project` again. On CUDA each is one kernel; on the CPU a norm or a cache write is a call of its
+own.
 """
 
 from __future__ import annotations
@@ -8,35 +12,76 @@ from __future__ import annotations
 import torch
 
 from . import native
-from .embed import embed_rows as embed
-from .linear import PackedLinear
-from .linear import nf4_linear as linear
+from .arena import Arena
+from .embed import embed_rows
+from .linear import Linear
+from .load import LayerWeights, ModelWeights
 from .state import DecodeState
 
-__all__ = ["attn", "commit", "embed", "head", "linear", "qkv", "rms", "rope_kv", "swiglu"]
+__all__ = ["attention", "choose", "embed", "head", "project", "qkv", "rms", "rope_kv", "swiglu"]
+
+
+def embed(c: Arena, weights: ModelWeights) -> None:
+    """x = embedding row of every token; valid_len = position + 1, the prefix each attends to."""
+    embed_rows(weights.embed, c.token, c.x)
+    c.valid_len.copy_(c.position).add_(1)
+
+
+def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
+    """q, k, v = W rms(x) + b for every column. The bias belongs here: Qwen2.5 without it speaks
+    noise."""
+    rms(c.x, layer.attn_norm, state.spec.rms_eps, c.h)
+    wq, wk, wv = layer.qkv
+    native.cpu().qkv(
+        c.h, wq.codes, wq.scales, wk.codes, wk.scales, wv.codes, wv.scales, *layer.qkv_bias,
+        c.q, c.k, c.v, state.panel,
+    )  # fmt: skip
+
+
+def attention(c: Arena, state: DecodeState, layer: int) -> None:
+    """attn = grouped-query attention of every column over its own live prefix, after RoPE and after
+    its key and value are in the cache."""
+    rope_kv(state, layer, c.position, c.q, c.k, c.v)
+    kv = state.kv
+    native.cpu().attn(c.q, kv.k[layer], kv.v[layer], c.valid_len, state.scores, c.attn)
+
+
+def project(x: torch.Tensor, w: Linear, c: Arena, state: DecodeState) -> None:
+    """The residual stream += W x."""
+    native.cpu().linear(x, w.codes, w.scales, w.rows, c.x, True, state.panel)
+
+
+def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
+    """act = silu(G rms(x)) * (U rms(x)), silu after the whole product."""
+    rms(c.x, layer.mlp_norm, state.spec.rms_eps, c.h)
+    gate, up = layer.gate_up
+    native.cpu().swiglu(c.h, gate.codes, gate.scales, up.codes, up.scales, c.act, state.panel)
+
+
+def head(c: Arena, state: DecodeState, weights: ModelWeights) -> None:
+    """Logits of the last column, and the candidates of their argmax."""
+    x, h, w = c.x[-1:], c.h[-1:], weights.lm_head
+    rms(x, weights.norm, weights.spec.rms_eps, h)
+    native.cpu().head(h, w.codes, w.scales, state.logits, state.next_token, state.panel)
+
+
+def choose(state: DecodeState, commit: bool) -> None:
+    """next_token = argmax: lowest id wins a tie, NaN never wins, -1 when nothing is finite.
+
+    With `commit` also token = next_token, position += 1, finished |= token is an end token.
+    """
+    if commit:
+        native.cpu().commit(
+            state.token, state.position, state.next_token, state.finished, state.eos_ids
+        )
+
+
+# ---- parts of the above that also stand alone ----
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """out = x * rsqrt(mean(x^2) + eps) * weight, row by row. x, out [n, hidden], weight
-    [hidden]."""
+    """out = x * rsqrt(mean(x^2) + eps) * weight per row. x, out [n, hidden], weight [hidden]."""
     native.cpu().rms(x, weight, eps, out)
-
-
-def qkv(
-    x: torch.Tensor,
-    weights: tuple[PackedLinear, PackedLinear, PackedLinear],
-    biases: tuple[torch.Tensor | None, ...],
-    panel: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> None:
-    """q, k, v = W x + b in one pass that shares x. The bias belongs here: Qwen2.5 without it speaks
-    noise."""
-    wq, wk, wv = weights
-    native.cpu().qkv(
-        x, wq.codes, wq.scales, wk.codes, wk.scales, wv.codes, wv.scales, *biases, q, k, v, panel
-    )
 
 
 def rope_kv(
@@ -50,36 +95,3 @@ def rope_kv(
     """Rotate q and k in place by each row's position and write k, v into the cache there."""
     kv = state.kv
     native.cpu().rope_kv(q, k, v, state.cos, state.sin, position, kv.k[layer], kv.v[layer])
-
-
-def attn(
-    state: DecodeState, layer: int, valid_len: torch.Tensor, q: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Grouped-query attention of every row over its own live prefix. q, out [n, n_q * head_dim]."""
-    kv = state.kv
-    native.cpu().attn(q, kv.k[layer], kv.v[layer], valid_len, state.scores, out)
-
-
-def swiglu(
-    x: torch.Tensor, gate: PackedLinear, up: PackedLinear, panel: torch.Tensor, out: torch.Tensor
-) -> None:
-    """out = silu(G x) * (U x), silu after the whole of G x. out [n, intermediate]."""
-    native.cpu().swiglu(x, gate.codes, gate.scales, up.codes, up.scales, out, panel)
-
-
-def head(
-    x: torch.Tensor,
-    w: PackedLinear,
-    panel: torch.Tensor,
-    logits: torch.Tensor,
-    next_token: torch.Tensor,
-) -> None:
-    """logits = W x and next_token = argmax: lowest id wins a tie, NaN never wins. x [1, hidden]."""
-    native.cpu().head(x, w.codes, w.scales, logits, next_token, panel)
-
-
-def commit(state: DecodeState) -> None:
-    """token = next_token, position += 1, finished |= token is an end token."""
-    native.cpu().commit(
-        state.token, state.position, state.next_token, state.finished, state.eos_ids
-    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from . import ops
 from .load import ModelWeights
 from .state import DecodeState
-from .step import choose, commit_step, forward
+from .step import commit_step, forward
 
 
 def forward_prefill(
@@ -27,7 +28,8 @@ def forward_prefill(
         columns.token.copy_(ids[start : start + n])
         columns.position.copy_(torch.arange(start, start + n))
         forward(columns, state, weights)
-    choose(columns, state, weights)
+    ops.head(columns, state, weights)
+    ops.choose(state, commit=False)
     state.position.fill_(len(prompt_ids) - 1)
     state.valid_len.fill_(len(prompt_ids))
 

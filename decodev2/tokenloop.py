@@ -52,7 +52,8 @@ class TokenLoop:
             mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)
             x = x + self._linear(mixed.reshape(1, -1), layer.o)
             h = self._norm(x, layer.mlp_norm)
-            act = F.silu(self._linear(h, layer.gate)) * self._linear(h, layer.up)
+            gate, up = layer.gate_up
+            act = F.silu(self._linear(h, gate)) * self._linear(h, up)
             x = x + self._linear(act, layer.down)
         self.position += 1
         self.logits = self._linear(self._norm(x, weights.norm), weights.lm_head)

@@ -40,6 +40,14 @@ void check(const Tensor& t, const char* name, torch::ScalarType type, int64_t mi
                     " tensor of at least ", min_numel, " elements");
 }
 
+// A float [n, width] whose rows may be part of wider ones (q, k and v share a buffer); returns the row stride.
+int64_t check_rows(const Tensor& t, const char* name, int64_t n, int64_t width) {
+  TORCH_CHECK_VALUE(t.device().is_cpu() && t.scalar_type() == torch::kFloat && t.dim() == 2 && t.size(0) == n &&
+                        t.size(1) == width && t.stride(1) == 1 && t.stride(0) >= width,
+                    name, " is ", t.scalar_type(), " ", t.sizes(), ", needs contiguous rows of CPU Float [", n, ", ", width, "]");
+  return t.stride(0);
+}
+
 Matrix matrix(const Tensor& codes, const Tensor& scales, int64_t rows) {
   TORCH_CHECK_VALUE(codes.dim() == 3 && scales.dim() == 3 && codes.size(2) == 16 && scales.size(2) == 16 &&
                         codes.size(0) == scales.size(0) && codes.size(1) == 8 * scales.size(1) &&
@@ -85,11 +93,9 @@ struct Target {  // where a product goes: y [n, rows], plus an optional bias [ro
 };
 
 Target target(const Matrix& w, Tensor& y, const std::optional<Tensor>& bias, int64_t n) {
-  TORCH_CHECK_VALUE(y.dim() == 2 && y.size(0) == n && y.size(1) == w.rows, "y is ", y.sizes(), ", needs [", n, ", ",
-                    w.rows, "]");
-  check(y, "y", torch::kFloat, n * w.rows);
+  const int64_t stride = check_rows(y, "y", n, w.rows);
   if (bias) check(*bias, "bias", torch::kFloat, w.rows);
-  return {y.mutable_data_ptr<float>(), w.rows, bias ? bias->const_data_ptr<float>() : nullptr};
+  return {y.mutable_data_ptr<float>(), stride, bias ? bias->const_data_ptr<float>() : nullptr};
 }
 
 void multiply(const Matrix& w, const float* panel, int64_t n, const Target& out, bool add_to_y, int64_t begin,
@@ -231,9 +237,8 @@ void rope_kv(Tensor& q, Tensor& k, const Tensor& v, const Tensor& cos, const Ten
   const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
   const int64_t q_dim = q.size(1), kv_dim = n_kv * head_dim;
   TORCH_CHECK_VALUE(q_dim % head_dim == 0, "q is ", q.sizes(), ", needs whole heads of ", head_dim);
-  check(q, "q", torch::kFloat, n * q_dim);
-  check(k, "k", torch::kFloat, n * kv_dim);
-  check(v, "v", torch::kFloat, n * kv_dim);
+  const int64_t q_stride = check_rows(q, "q", n, q_dim), k_stride = check_rows(k, "k", n, kv_dim);
+  const int64_t v_stride = check_rows(v, "v", n, kv_dim);
   check(cos, "cos", torch::kFloat, max_seq * head_dim);
   check(sin, "sin", torch::kFloat, max_seq * head_dim);
   check(position, "position", torch::kInt64, n);
@@ -244,12 +249,12 @@ void rope_kv(Tensor& q, Tensor& k, const Tensor& v, const Tensor& cos, const Ten
     if (at < 0 || at >= max_seq) continue;
     const float* c = cos.const_data_ptr<float>() + at * head_dim;
     const float* s = sin.const_data_ptr<float>() + at * head_dim;
-    float* q_row = q.mutable_data_ptr<float>() + i * q_dim;
+    float* q_row = q.mutable_data_ptr<float>() + i * q_stride;
     for (int64_t d = 0; d < q_dim; d += head_dim) rotate(q_row + d, c, s, head_dim, q_row + d);
-    float* k_row = k.mutable_data_ptr<float>() + i * kv_dim;
+    float* k_row = k.mutable_data_ptr<float>() + i * k_stride;
     for (int64_t d = 0; d < kv_dim; d += head_dim) rotate(k_row + d, c, s, head_dim, k_row + d);
     std::copy(k_row, k_row + kv_dim, k_cache.mutable_data_ptr<float>() + at * kv_dim);
-    const float* v_row = v.const_data_ptr<float>() + i * kv_dim;
+    const float* v_row = v.const_data_ptr<float>() + i * v_stride;
     std::copy(v_row, v_row + kv_dim, v_cache.mutable_data_ptr<float>() + at * kv_dim);
   }
 }
@@ -261,7 +266,7 @@ void attn(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const T
   const int64_t n_q = q.size(1) / head_dim, group = n_q / n_kv, stride = n_kv * head_dim;
   TORCH_CHECK_VALUE(head_dim % 16 == 0 && n_q % n_kv == 0, "attention over ", n_q, " heads of ", head_dim, " with ", n_kv,
                     " KV heads: head_dim must be a multiple of 16, heads of KV heads");
-  check(q, "q", torch::kFloat, n * n_q * head_dim);
+  const int64_t q_stride = check_rows(q, "q", n, n_q * head_dim);
   check(k_cache, "k_cache", torch::kFloat, 1);
   check(v_cache, "v_cache", torch::kFloat, k_cache.numel());
   check(valid_len, "valid_len", torch::kInt32, n);
@@ -273,7 +278,7 @@ void attn(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const T
       for (int64_t i = 0; i < n; ++i) {
         const int64_t length = std::clamp<int64_t>(valid_len.const_data_ptr<int32_t>()[i], 1, max_seq);
         const int64_t at = (i * n_q + h) * head_dim, kv = h / group * head_dim;
-        kernels().attend(q.const_data_ptr<float>() + at, k_cache.const_data_ptr<float>() + kv,
+        kernels().attend(q.const_data_ptr<float>() + i * q_stride + h * head_dim, k_cache.const_data_ptr<float>() + kv,
                          v_cache.const_data_ptr<float>() + kv, stride, length, head_dim, scale,
                          scores.mutable_data_ptr<float>() + h * (max_seq + 16), out.mutable_data_ptr<float>() + at);
       }

@@ -61,7 +61,10 @@ def test_a_loaded_model_holds_no_dense_table():
     untied = load_weights(random_packed(spec, 0))
     assert isinstance(untied.embed, PackedLinear)
     per_token = untied.lm_head.nbytes
-    per_token += sum(w.nbytes for layer in untied.layers for w in layer.linears)
+    for layer in untied.layers:
+        matrices = (*layer.qkv, layer.o, *layer.gate_up, layer.down)
+        assert layer.nbytes == sum(w.nbytes for w in matrices)
+        per_token += layer.nbytes
     assert untied.bytes_per_token == per_token
     assert untied.nbytes == per_token + untied.embed.nbytes
 

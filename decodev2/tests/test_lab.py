@@ -239,8 +239,8 @@ def test_text_cannot_move_between_files(project):
     a.write_text("one\n")
     b.write_text("two\n")
     first = card.csrc_hash(project)
-    a.write_text("onetwo\n")
-    b.write_text("")
+    a.write_text("one\nb.h\ntwo\n")  # what the two looked like one after the other
+    b.unlink()
     assert card.csrc_hash(project) != first
 
 

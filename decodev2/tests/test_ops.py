@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decodev2 import native, ops, rope
+from decodev2 import native, rope
 from decodev2.plan import TINY_LLAMA
 from decodev2.state import allocate_state
 
@@ -173,12 +173,12 @@ def test_rms_matches_float64(hidden, eps, size, isa):
     want = x64 / np.sqrt(np.mean(x64**2, axis=1, keepdims=True) + eps) * weight
     memory = torch.full((3 * hidden + 128,), -7.25e31)
     out = memory[64:-64].view(3, hidden)
-    ops.rms(torch.from_numpy(x), torch.from_numpy(weight), eps, out)
+    native.cpu().rms(torch.from_numpy(x), torch.from_numpy(weight), eps, out)
     np.testing.assert_allclose(out.numpy(), want, rtol=3e-6, atol=1e-30)
     assert (memory[:64] == -7.25e31).all() and (memory[-64:] == -7.25e31).all()
     for i in range(3):
         alone = torch.full((1, hidden), float("nan"))
-        ops.rms(torch.from_numpy(x[i : i + 1]), torch.from_numpy(weight), eps, alone)
+        native.cpu().rms(torch.from_numpy(x[i : i + 1]), torch.from_numpy(weight), eps, alone)
         np.testing.assert_array_equal(alone[0].numpy(), out[i].numpy())
 
 
@@ -186,10 +186,10 @@ def test_rms_refuses_a_weight_of_another_width():
     x = torch.zeros(1, 64)
     for weight, out in ((32, 64), (128, 64), (64, 32)):
         with pytest.raises(ValueError) as caught:
-            ops.rms(x, torch.ones(weight), 1e-5, torch.zeros(1, out))
+            native.cpu().rms(x, torch.ones(weight), 1e-5, torch.zeros(1, out))
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError):
-        ops.rms(torch.zeros(64), torch.ones(64), 1e-5, torch.zeros(64))
+        native.cpu().rms(torch.zeros(64), torch.ones(64), 1e-5, torch.zeros(64))
 
 
 # ---- rope and the cache write ----
@@ -203,6 +203,11 @@ def random_qkv(spec, n, seed=0):
     ]
 
 
+def rope_kv(state, layer, position, q, k, v):
+    kv = state.kv
+    native.cpu().rope_kv(q, k, v, state.cos, state.sin, position, kv.k[layer], kv.v[layer])
+
+
 @pytest.mark.parametrize("head_dim", (16, 32, 64, 128))
 @pytest.mark.parametrize("positions", [[0], [15], [3, 4, 5], [9, 2]])
 def test_rope_kv_rotates_and_writes_only_its_slots(head_dim, positions):
@@ -212,7 +217,7 @@ def test_rope_kv_rotates_and_writes_only_its_slots(head_dim, positions):
         cache.fill_(float("nan"))
     q, k, v = random_qkv(spec, len(positions))
     tensors = [torch.from_numpy(a.copy()) for a in (q, k, v)]
-    ops.rope_kv(state, 1, torch.tensor(positions), *tensors)
+    rope_kv(state, 1, torch.tensor(positions), *tensors)
 
     cos, sin = (t[positions][:, None] for t in rope.rope_tables(spec))
     for got, before in ((tensors[0], q), (tensors[1], k)):
@@ -235,7 +240,7 @@ def test_a_position_outside_the_cache_writes_nothing(position):
     state = replace(state, kv=replace(state.kv, k=memory[0], v=memory[1]))
     q, k, v = (torch.from_numpy(a) for a in random_qkv(TINY_LLAMA, 1))
     before = [q.clone(), k.clone(), v.clone()]
-    ops.rope_kv(state, 1, torch.tensor([position]), q, k, v)
+    rope_kv(state, 1, torch.tensor([position]), q, k, v)
     assert all((cache == 5.0).all() for cache in memory)
     for now, was in zip((q, k, v), before, strict=True):
         assert torch.equal(now, was)
@@ -248,8 +253,24 @@ def test_rope_kv_refuses_what_does_not_fit():
     for bad in ((q[:, :60].contiguous(), k, v, at), (q, k[:, :16].contiguous(), v, at),
                 (q, k, v, at.int()), (q, k, v.double(), at)):  # fmt: skip
         with pytest.raises(ValueError) as caught:
-            ops.rope_kv(state, 0, bad[3], *bad[:3])
+            rope_kv(state, 0, bad[3], *bad[:3])
         assert "\n" not in str(caught.value)
+
+
+# ---- commit ----
+
+
+@pytest.mark.parametrize(
+    ("chosen", "finished", "want"),
+    [(7, 0, 1), (3, 0, 1), (8, 0, 0), (8, 1, 1), (-1, 0, 0)],  # a finished request stays so
+)
+def test_commit_moves_token_position_and_flag(chosen, finished, want):
+    token, position = torch.tensor([1]), torch.tensor([9])
+    flag = torch.tensor([finished], dtype=torch.uint8)
+    eos = torch.tensor([3, 7, -2, -2])
+    native.cpu().commit(token, position, torch.tensor([chosen]), flag, eos)
+    assert (int(token), int(position), int(flag)) == (chosen, 10, want)
+    assert eos.tolist() == [3, 7, -2, -2]
 
 
 if __name__ == "__main__":

@@ -501,9 +501,14 @@ def test_the_png_does_not_depend_on_the_users_settings(tmp_path):
     import matplotlib
 
     first = saved_with_figure(tmp_path / "a").with_suffix(".png").read_bytes()
-    with matplotlib.rc_context(
-        {"font.size": 30, "figure.dpi": 50, "axes.prop_cycle": matplotlib.cycler(color=["r"])}
-    ):
+    odd = {
+        "font.size": 30,
+        "figure.dpi": 50,
+        "axes.prop_cycle": matplotlib.cycler(color=["r"]),
+        "axes.linewidth": 5,  # not in the style file
+        "text.hinting": "none",  # looked up when drawn
+    }
+    with matplotlib.rc_context(odd):
         second = saved_with_figure(tmp_path / "b").with_suffix(".png").read_bytes()
     assert first == second
 

@@ -1,0 +1,1002 @@
+// Attention of a step: decoding (one column, RoPE and KV write inside) and prefill (n columns).
+//
+// Computes  out[i][h] = sum_t softmax_t(q[i][h] . K[t][h / group] / sqrt(head_dim)) V[t][h / group],
+//           t < live length of column i. q and k are rotated by RoPE (rotate-half) at position[i].
+// Owns      attn_decode   CTA (split s, kv head): the group's query heads (8 at a time) x positions 64 s .. 64 s + 63,
+//                         then the tiles `splits` further on; warp = 16 positions x all dims x 8 heads
+//           attn_prefill  CTA: 16, 32 or 64 rows of one kv head, row = (column, head of the group); warp = 16 rows
+//           rope_kv       thread: one rotated pair, or two values to copy
+// Grid      decode (splits, n_kv * ceil(group / 8)), 128 threads, 22 KB; static, so a captured launch serves every
+//           position: CTAs past the live prefix leave at once. With clusters: 8 splits per cluster.
+//           prefill (row tiles, n_kv), 128 threads, 512 * head_dim bytes. rope_kv (pairs / 256, n), 256 threads.
+// Layout    decode, m16n8k16: A rows 0-7 = the 8 heads as bf16 high parts, rows 8-15 = their low parts (float minus
+//           high), B = keys or values as they lie in the cache, so both operands are exact to 16 bits and no
+//           product is wasted:
+//             scores  lane (g, t): key g of 8, dims [8 t, 8 t + 8) of each 32: one 16-byte load feeds two products.
+//                     Any order of the dims will do, the queries use the same.
+//             output  lane (g, t): values 2t, 2t+1, 2t+8, 2t+9, dims [8 g, 8 g + 8) of each 64; column g of product j
+//                     is dim 8 g + j, made of two rows by one byte permute. No shared memory, no transposition.
+//           The scores come out as the A operand of the second product.
+//           prefill: 64 keys and values per stage in shared memory, 16-byte units swizzled for ldmatrix.
+//           partials: [parts][n_q][head_dim] un-normalised, then [parts][n_q] (maximum, sum).
+// Floor     2 * live * n_kv * head_dim * 2 bytes
+// Variants  attn_one_warp, attn_flash_two_launch (ladder_attn.cu); rope_kv, then attn_decode without RoPE;
+//           attn_decode merged by the CTA that arrives last; attn_decode merged in clusters first
+#include "attn.cuh"
+
+namespace decodev2 {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 64;         // positions a CTA takes at a time
+constexpr int kHeads = 8;         // query heads of one CTA in decoding
+constexpr int kClusterCtas = 8;   // splits that merge through distributed shared memory
+constexpr int kMaxSplits = 64;    // a warp merges them, two per lane
+constexpr int kRopeThreads = 256;
+
+// ---- decode: splits and scratch ----------------------------------------------------------------------
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// One tile per split up to a bound, then several: enough CTAs to fill a card, few enough to merge quickly.
+int decode_splits(int n_kv, int max_seq) {
+  const int bound = n_kv <= 2 ? kMaxSplits : kMaxSplits / 2;
+  const int tiles = ceil_div(max_seq, kTile);
+  return tiles < bound ? tiles : bound;
+}
+
+// ---- decode: registers of a lane ---------------------------------------------------------------------
+
+template <int kHeadDim>
+struct Lane {
+  // Keys and queries: kKeyDims consecutive dims of each of kKeyChunks runs of 4 * kKeyDims.
+  static constexpr int kKeyDims = kHeadDim >= 32 ? 8 : 4;
+  static constexpr int kKeyChunks = kHeadDim / (4 * kKeyDims);
+  static constexpr int kKeyWords = kKeyDims / 2;
+  // Values: kValueDims consecutive dims of each of kValueChunks runs of 8 * kValueDims.
+  static constexpr int kValueDims = kHeadDim >= 64 ? 8 : kHeadDim / 8;
+  static constexpr int kValueChunks = kHeadDim / (8 * kValueDims);
+  static constexpr int kValueWords = kValueDims / 2;
+  static constexpr int kProducts = kHeadDim / 8;
+
+  uint32_t query_high[kKeyChunks][kKeyWords];
+  uint32_t query_low[kKeyChunks][kKeyWords];
+  uint32_t keys[2][kKeyChunks][kKeyWords];         // rows g and g + 8 of the warp's 16
+  uint32_t values[4][kValueChunks][kValueWords];   // rows 2t, 2t + 1, 2t + 8, 2t + 9
+  float acc[kProducts][4];                         // [1], [0]: high part of head g; [2], [3]: low part
+};
+
+template <int kWords>
+__device__ __forceinline__ void load_words(uint32_t (&d)[kWords], const uint16_t* p) {
+  if constexpr (kWords == 4) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p));
+    d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
+  } else if constexpr (kWords == 2) {
+    const uint2 v = __ldcg(reinterpret_cast<const uint2*>(p));
+    d[0] = v.x, d[1] = v.y;
+  } else {
+    d[0] = __ldcg(reinterpret_cast<const unsigned int*>(p));
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ void load_words_or_zero(uint32_t (&d)[kWords], const uint16_t* p,
+                                                   bool readable) {
+  if (readable) {
+    load_words(d, p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) d[i] = 0;
+  }
+}
+
+// `cache` is already at the kv head; rows at or past `readable` are not touched.
+template <int kHeadDim>
+__device__ __forceinline__ void load_keys(Lane<kHeadDim>& r, const uint16_t* cache, int64_t stride,
+                                          int first_row, int readable, int g, int t) {
+  using L = Lane<kHeadDim>;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + 8 * i + g;
+    const uint16_t* p = cache + row * stride + L::kKeyDims * t;
+#pragma unroll
+    for (int c = 0; c < L::kKeyChunks; ++c)
+      load_words_or_zero(r.keys[i][c], p + 4 * L::kKeyDims * c, row < readable);
+  }
+}
+
+__device__ __forceinline__ int value_row(int i, int t) { return 2 * t + (i & 1) + (i >> 1) * 8; }
+
+template <int kHeadDim>
+__device__ __forceinline__ void load_values(Lane<kHeadDim>& r, const uint16_t* cache,
+                                            int64_t stride, int first_row, int readable, int g,
+                                            int t) {
+  using L = Lane<kHeadDim>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first_row + value_row(i, t);
+    const uint16_t* p = cache + row * stride + L::kValueDims * g;
+#pragma unroll
+    for (int c = 0; c < L::kValueChunks; ++c)
+      load_words_or_zero(r.values[i][c], p + 8 * L::kValueDims * c, row < readable);
+  }
+}
+
+// Query of head g in float, all dims of this lane; zero for a head that does not exist.
+template <int kHeadDim>
+__device__ __forceinline__ void load_query(
+    float (&q)[Lane<kHeadDim>::kKeyChunks][Lane<kHeadDim>::kKeyDims], const float* head,
+    bool exists, int t) {
+  using L = Lane<kHeadDim>;
+#pragma unroll
+  for (int c = 0; c < L::kKeyChunks; ++c)
+#pragma unroll
+    for (int i = 0; i < L::kKeyDims; i += 4) {
+      float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (exists)
+        v = *reinterpret_cast<const float4*>(head + 4 * L::kKeyDims * c + L::kKeyDims * t + i);
+      q[c][i] = v.x, q[c][i + 1] = v.y, q[c][i + 2] = v.z, q[c][i + 3] = v.w;
+    }
+}
+
+// RoPE in registers: the pair of a dim is in this lane (two or more chunks) or two lanes on.
+template <int kHeadDim>
+__device__ __forceinline__ void rotate_query(
+    float (&q)[Lane<kHeadDim>::kKeyChunks][Lane<kHeadDim>::kKeyDims], const float* cos,
+    const float* sin, int t) {
+  using L = Lane<kHeadDim>;
+  constexpr int kPairChunks = L::kKeyChunks / 2 > 0 ? L::kKeyChunks / 2 : 1;
+  float c[kPairChunks][L::kKeyDims], s[kPairChunks][L::kKeyDims];
+#pragma unroll
+  for (int p = 0; p < kPairChunks; ++p)
+#pragma unroll
+    for (int i = 0; i < L::kKeyDims; i += 4) {
+      const int dim = 4 * L::kKeyDims * p + L::kKeyDims * t + i;
+      const float4 cv = __ldg(reinterpret_cast<const float4*>(cos + dim));
+      const float4 sv = __ldg(reinterpret_cast<const float4*>(sin + dim));
+      c[p][i] = cv.x, c[p][i + 1] = cv.y, c[p][i + 2] = cv.z, c[p][i + 3] = cv.w;
+      s[p][i] = sv.x, s[p][i + 1] = sv.y, s[p][i + 2] = sv.z, s[p][i + 3] = sv.w;
+    }
+#pragma unroll
+  for (int p = 0; p < kPairChunks; ++p)
+#pragma unroll
+    for (int i = 0; i < L::kKeyDims; ++i) {
+      if constexpr (L::kKeyChunks > 1) {
+        rotate_pair(q[p][i], q[p + L::kKeyChunks / 2][i], c[p][i], s[p][i]);
+      } else {
+        const float other = __shfl_xor_sync(~0u, q[0][i], 2);
+        q[0][i] = q[0][i] * c[0][i] + (t < 2 ? -other : other) * s[0][i];
+      }
+    }
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void split_query(
+    Lane<kHeadDim>& r, const float (&q)[Lane<kHeadDim>::kKeyChunks][Lane<kHeadDim>::kKeyDims]) {
+  using L = Lane<kHeadDim>;
+#pragma unroll
+  for (int c = 0; c < L::kKeyChunks; ++c)
+#pragma unroll
+    for (int w = 0; w < L::kKeyWords; ++w)
+      split_bf16(q[c][2 * w], q[c][2 * w + 1], r.query_high[c][w], r.query_low[c][w]);
+}
+
+// Scores of head g with keys 2t, 2t + 1 (first two) and 2t + 8, 2t + 9 of the warp's 16, in units of log2.
+template <int kHeadDim>
+__device__ __forceinline__ void score(const Lane<kHeadDim>& r, float scale, float (&s)[4]) {
+  using L = Lane<kHeadDim>;
+  float c[2][2][4] = {};  // two chains for each 8 keys
+#pragma unroll
+  for (int chunk = 0; chunk < L::kKeyChunks; ++chunk)
+#pragma unroll
+    for (int w = 0; w < L::kKeyWords; w += 2)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        mma_bf16(c[i][(w >> 1) & 1], r.query_high[chunk][w], r.query_low[chunk][w],
+                 r.query_high[chunk][w + 1], r.query_low[chunk][w + 1], r.keys[i][chunk][w],
+                 r.keys[i][chunk][w + 1]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      s[2 * i + e] =
+          ((c[i][0][e] + c[i][1][e]) + (c[i][0][e + 2] + c[i][1][e + 2])) * scale;
+}
+
+// acc += P V for the warp's 16 positions.
+template <int kHeadDim>
+__device__ __forceinline__ void add_values(Lane<kHeadDim>& r, const float (&p)[4]) {
+  using L = Lane<kHeadDim>;
+  uint32_t a0, a1, a2, a3;
+  split_bf16(p[0], p[1], a0, a1);
+  split_bf16(p[2], p[3], a2, a3);
+#pragma unroll
+  for (int c = 0; c < L::kValueChunks; ++c)
+#pragma unroll
+    for (int j = 0; j < L::kValueDims; ++j) {
+      const uint32_t halves = j & 1 ? 0x7632u : 0x5410u;
+      const uint32_t b0 = byte_permute(r.values[0][c][j >> 1], r.values[1][c][j >> 1], halves);
+      const uint32_t b1 = byte_permute(r.values[2][c][j >> 1], r.values[3][c][j >> 1], halves);
+      mma_bf16(r.acc[c * L::kValueDims + j], a0, a1, a2, a3, b0, b1);
+    }
+}
+
+// ---- decode: merging ---------------------------------------------------------------------------------
+
+template <int kHeadDim>
+struct DecodeShared {
+  float4 acc[kWarps][kHeads][kHeadDim / 4];  // 16-byte units, swizzled
+  float4 merged[kHeads][kHeadDim / 4];       // this CTA's sum, read by the cluster
+  float2 merged_norm[kHeads];                // (maximum, sum)
+  float2 norm[kWarps][kHeads];
+  float weight[kHeads][kMaxSplits];
+  alignas(16) uint16_t live[2][kHeadDim];    // the new key (rotated) and value
+  uint32_t last;
+};
+
+// Where unit u of head h lies: the lanes of one store fall into different banks.
+__device__ __forceinline__ int swizzled_unit(int u, int h) {
+  return u ^ ((u >> 3) & 1) ^ ((h & 1) << 1);
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void store_warp_partial(DecodeShared<kHeadDim>& shared,
+                                                   const Lane<kHeadDim>& r, float m, float sum,
+                                                   int warp, int g, int t) {
+  using L = Lane<kHeadDim>;
+  if (t == 0) shared.norm[warp][g] = make_float2(m, sum);
+  // column 2t of product j is dim (2t) * kValueDims + j, column 2t + 1 follows: 2 * kValueDims dims in a row
+#pragma unroll
+  for (int c = 0; c < L::kValueChunks; ++c) {
+    float dims[2 * L::kValueDims];
+#pragma unroll
+    for (int j = 0; j < L::kValueDims; ++j) {
+      const float* acc = r.acc[c * L::kValueDims + j];
+      dims[j] = acc[0] + acc[2];
+      dims[L::kValueDims + j] = acc[1] + acc[3];
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * L::kValueDims; i += 4) {
+      const int u = (8 * L::kValueDims * c + 2 * L::kValueDims * t + i) / 4;
+      shared.acc[warp][g][swizzled_unit(u, g)] =
+          make_float4(dims[i], dims[i + 1], dims[i + 2], dims[i + 3]);
+    }
+  }
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, float w, const float4& v) {
+  sum.x += w * v.x, sum.y += w * v.y, sum.z += w * v.z, sum.w += w * v.w;
+}
+
+// Unit u of head h over the CTA's warps, in warp order.
+template <int kHeadDim>
+__device__ __forceinline__ float4 merge_warps(const DecodeShared<kHeadDim>& shared, int h, int u,
+                                              float2& norm) {
+  float2 part[kWarps];
+  float top = kMinusInfinity;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    part[w] = shared.norm[w][h];
+    top = fmaxf(top, part[w].x);
+  }
+  float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float weight = partial_weight(part[w].x, top);
+    sum += weight * part[w].y;
+    add_scaled(acc, weight, shared.acc[w][h][swizzled_unit(u, h)]);
+  }
+  norm = make_float2(top, sum);
+  return acc;
+}
+
+// The last CTA of a kv head: all heads over all parts, in part order.
+template <int kHeadDim>
+__device__ __forceinline__ void merge_all_parts(const AttnArguments& a,
+                                                DecodeShared<kHeadDim>& shared,
+                                                const float2* norms, int first_head, int heads,
+                                                int parts) {
+  const int lane = threadIdx.x & 31;
+  for (int h = threadIdx.x >> 5; h < heads; h += kWarps) {
+    float2 part[kMaxSplits / 32];
+    float top = kMinusInfinity;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      const int p = lane + 32 * i;
+      part[i] = p < parts ? __ldcg(norms + static_cast<int64_t>(p) * a.n_q + first_head + h)
+                          : make_float2(kMinusInfinity, 0.0f);
+      top = fmaxf(top, part[i].x);
+    }
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      part[i].x = partial_weight(part[i].x, top);
+      sum += part[i].x * part[i].y;
+    }
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    const float scale = reciprocal_or_zero(sum);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) shared.weight[h][lane + 32 * i] = part[i].x * scale;
+  }
+  __syncthreads();
+  constexpr int kUnits = kHeadDim / 4;
+  const int64_t part_units = static_cast<int64_t>(a.n_q) * kUnits;
+  const int64_t first_unit = static_cast<int64_t>(first_head) * kUnits;
+  const float4* partials = reinterpret_cast<const float4*>(a.partials) + first_unit;
+  float4* out = reinterpret_cast<float4*>(a.out) + first_unit;
+  for (int i = threadIdx.x; i < heads * kUnits; i += kThreads) {
+    const float* weight = shared.weight[i / kUnits];
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int p = 0; p < parts; ++p) add_scaled(acc, weight[p], __ldcg(partials + p * part_units + i));
+    out[i] = acc;
+  }
+}
+
+#ifdef DECODEV2_HOPPER
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address that `p` of this CTA's shared memory has in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t peer_address(const void* p, uint32_t rank) {
+  uint32_t d;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(shared_address(p)), "r"(rank));
+  return d;
+}
+
+__device__ __forceinline__ float load_peer(uint32_t address) {
+  float d;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(d) : "r"(address) : "memory");
+  return d;
+}
+
+__device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
+  float2 d;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(d.x), "=f"(d.y) : "r"(address) : "memory");
+  return d;
+}
+
+// Up to 8 partials of one dim, in order. norm[i], value[i] beyond `parts` are ignored.
+__device__ __forceinline__ float merge_eight(const float2 (&norm)[kClusterCtas],
+                                             const float (&value)[kClusterCtas], int parts,
+                                             float2& merged) {
+  float top = kMinusInfinity;
+#pragma unroll
+  for (int i = 0; i < kClusterCtas; ++i)
+    if (i < parts) top = fmaxf(top, norm[i].x);
+  float acc = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kClusterCtas; ++i)
+    if (i < parts) {
+      const float weight = partial_weight(norm[i].x, top);
+      sum += weight * norm[i].y;
+      acc += weight * value[i];
+    }
+  merged = make_float2(top, sum);
+  return acc;
+}
+
+// CTA r of every cluster merges head r: over the cluster's CTAs through their shared memory, then, if there are
+// several live clusters, the last of them to arrive adds their results. Thread = dim.
+template <int kHeadDim>
+__device__ __forceinline__ void merge_cluster(const AttnArguments& a,
+                                              DecodeShared<kHeadDim>& shared, float2* norms,
+                                              int first_head, int heads, int splits_live,
+                                              bool has_work) {
+  const int cluster = blockIdx.x / kClusterCtas, rank = blockIdx.x % kClusterCtas;
+  const int dim = threadIdx.x, head = first_head + rank;
+  const int sources = min(kClusterCtas, splits_live - cluster * kClusterCtas);
+  const bool takes_part = rank < heads && dim < kHeadDim;
+  float2 norm[kClusterCtas];
+  float value[kClusterCtas];
+  cluster_arrive();
+  cluster_wait();
+  if (takes_part) {
+    const float* merged = reinterpret_cast<const float*>(shared.merged[rank]);
+#pragma unroll
+    for (int i = 0; i < kClusterCtas; ++i)
+      if (i < sources) {
+        norm[i] = load_peer_pair(peer_address(&shared.merged_norm[rank], i));
+        value[i] = load_peer(peer_address(merged + dim, i));
+      }
+  }
+  float2 total = make_float2(0.0f, 0.0f);
+  float acc = 0.0f;
+  if (takes_part) acc = merge_eight(norm, value, sources, total);
+  cluster_arrive();  // no more reads from here: a peer may leave once all have arrived
+
+  const int clusters = (splits_live + kClusterCtas - 1) / kClusterCtas;
+  if (clusters == 1) {
+    if (takes_part) a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
+  } else if (rank < heads) {
+    const int64_t part_floats = static_cast<int64_t>(a.n_q) * kHeadDim;
+    float* partial = a.partials + static_cast<int64_t>(head) * kHeadDim + dim;
+    if (takes_part) partial[cluster * part_floats] = acc;
+    if (dim == 0) norms[static_cast<int64_t>(cluster) * a.n_q + head] = total;
+    if (arrive_last(a.counters + head, clusters, &shared.last) && takes_part) {
+#pragma unroll
+      for (int i = 0; i < kClusterCtas; ++i)
+        if (i < clusters) {
+          norm[i] = __ldcg(norms + static_cast<int64_t>(i) * a.n_q + head);
+          value[i] = __ldcg(partial + i * part_floats);
+        }
+      acc = merge_eight(norm, value, clusters, total);
+      a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
+    }
+  }
+  if (has_work) cluster_wait();
+}
+
+static_assert(kMaxSplits / kClusterCtas <= kClusterCtas, "merge_eight takes the clusters too");
+
+#endif  // DECODEV2_HOPPER
+
+// ---- decode ------------------------------------------------------------------------------------------
+
+template <int kHeadDim, int kCluster, bool kRope>
+__global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments a) {
+  using L = Lane<kHeadDim>;
+  constexpr int kHalf = kHeadDim / 2;
+  constexpr int kUnits = kHeadDim / 4;
+  __shared__ DecodeShared<kHeadDim> shared;
+  let_dependents_launch();
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int split = blockIdx.x, splits = gridDim.x;
+  const int group = a.n_q / a.n_kv, head_blocks = (group + kHeads - 1) / kHeads;
+  const int kv_head = blockIdx.y / head_blocks, head_block = blockIdx.y - kv_head * head_blocks;
+  const int first_head = kv_head * group + head_block * kHeads;
+  const int heads = min(kHeads, group - head_block * kHeads);
+  const int64_t stride = static_cast<int64_t>(a.n_kv) * kHeadDim;
+  const uint16_t* k_cache = a.k_cache + kv_head * kHeadDim;
+  const uint16_t* v_cache = a.v_cache + kv_head * kHeadDim;
+
+  // Everything that does not depend on the position is asked for together with the position.
+  wait_for_predecessors();
+  const int64_t position = kRope ? *a.position : 0;
+  const int given_length = kRope ? 0 : *a.valid_len;
+  float query[L::kKeyChunks][L::kKeyDims];
+  load_query<kHeadDim>(query, a.q + static_cast<int64_t>(first_head + g) * kHeadDim, g < heads, t);
+  // new row: thread d < half owns the pair d of the key, thread half + d the pair d of the value
+  const int pair = thread < kHalf ? thread : thread - kHalf;
+  float first = 0.0f, second = 0.0f;
+  if (kRope && thread < kHeadDim) {
+    const float* row = (thread < kHalf ? a.k : a.v) + kv_head * kHeadDim;
+    first = row[pair];
+    second = row[pair + kHalf];
+  }
+
+  const bool stored = kRope && in_cache(position, a.max_seq);
+  const int64_t wanted = kRope ? position + 1 : given_length;
+  const int length = static_cast<int>(wanted < 0 ? 0 : wanted < a.max_seq ? wanted : a.max_seq);
+  const int readable = stored ? length - 1 : length;  // rows of the cache; the new row may be being written
+  const int splits_live = max(1, min(splits, (length + kTile - 1) / kTile));
+  const bool has_work = split < splits_live;
+  if (kCluster == 1 || splits_live == 1) {
+    if (!has_work) return;
+  } else if (split / kCluster * kCluster >= splits_live) {
+    return;
+  }
+
+  if (has_work) {
+    L r;
+    int row0 = split * kTile + warp * 16;
+    load_keys<kHeadDim>(r, k_cache, stride, row0, readable, g, t);
+    load_values<kHeadDim>(r, v_cache, stride, row0, readable, g, t);
+    const int64_t table = table_row(position, a.max_seq) * kHeadDim;
+    const bool owner = stored && static_cast<int>(position) / kTile % splits == split;
+    if (owner && thread < kHeadDim) {
+      if (thread < kHalf) rotate_pair(first, second, a.cos[table + pair], a.sin[table + pair]);
+      const uint16_t low = to_bf16(first), high = to_bf16(second);
+      uint16_t* live = shared.live[thread < kHalf ? 0 : 1];
+      live[pair] = low;
+      live[pair + kHalf] = high;
+      if (head_block == 0) {
+        uint16_t* slot = (thread < kHalf ? a.k_cache : a.v_cache) + position * stride + kv_head * kHeadDim;
+        slot[pair] = low;
+        slot[pair + kHalf] = high;
+      }
+    }
+    if (kRope) rotate_query<kHeadDim>(query, a.cos + table, a.sin + table, t);
+    split_query<kHeadDim>(r, query);
+    if (owner) __syncthreads();
+
+#pragma unroll
+    for (int j = 0; j < L::kProducts; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) r.acc[j][e] = 0.0f;
+    float m = kMinusInfinity, sum = 0.0f;  // of head g; sum over this lane's keys only
+    const float scale = kLog2e * rsqrtf(static_cast<float>(kHeadDim));
+    const int live_row = stored ? static_cast<int>(position) : -1;
+    for (int tile = split;;) {
+      const int next = tile + splits;
+      const bool more = next * kTile < length, any = row0 < length;
+      const bool has_live = live_row >= row0 && live_row < row0 + 16;
+      float s[4];
+      if (any) {
+        if (has_live) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (row0 + 8 * i + g == live_row)
+#pragma unroll
+              for (int c = 0; c < L::kKeyChunks; ++c)
+#pragma unroll
+                for (int w = 0; w < L::kKeyWords; ++w)
+                  r.keys[i][c][w] = *reinterpret_cast<const uint32_t*>(
+                      &shared.live[0][4 * L::kKeyDims * c + L::kKeyDims * t + 2 * w]);
+        }
+        score<kHeadDim>(r, scale, s);
+      }
+      const int next_row = next * kTile + warp * 16;
+      if (more) load_keys<kHeadDim>(r, k_cache, stride, next_row, readable, g, t);
+      if (any) {
+        float top = m;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (row0 + value_row(i, t) < length) top = fmaxf(top, s[i]);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == kMinusInfinity ? 0.0f : top;
+        const float keep = exp2_approx(m - base);  // 0 while m is -inf
+        m = top;
+        sum *= keep;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[i] = row0 + value_row(i, t) < length ? exp2_approx(s[i] - base) : 0.0f;
+          sum += s[i];
+        }
+#pragma unroll
+        for (int j = 0; j < L::kProducts; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) r.acc[j][e] *= keep;
+        if (has_live) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (row0 + value_row(i, t) == live_row)
+#pragma unroll
+              for (int c = 0; c < L::kValueChunks; ++c)
+#pragma unroll
+                for (int w = 0; w < L::kValueWords; ++w)
+                  r.values[i][c][w] = *reinterpret_cast<const uint32_t*>(
+                      &shared.live[1][8 * L::kValueDims * c + L::kValueDims * g + 2 * w]);
+        }
+        add_values<kHeadDim>(r, s);
+      }
+      if (!more) break;
+      load_values<kHeadDim>(r, v_cache, stride, next_row, readable, g, t);
+      tile = next;
+      row0 = next_row;
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    store_warp_partial<kHeadDim>(shared, r, m, sum, warp, g, t);
+    if (kRope && split == 0 && blockIdx.y == 0 && thread == 0)
+      *a.valid_len = static_cast<int32_t>(wanted);
+  }
+  __syncthreads();
+
+  float2* norms = reinterpret_cast<float2*>(
+      a.partials + static_cast<int64_t>(splits / kCluster) * a.n_q * kHeadDim);
+  if (has_work) {
+    float4* out = reinterpret_cast<float4*>(a.out) + static_cast<int64_t>(first_head) * kUnits;
+    float4* partial = reinterpret_cast<float4*>(a.partials) +
+                      (static_cast<int64_t>(split) * a.n_q + first_head) * kUnits;
+    for (int i = thread; i < heads * kUnits; i += kThreads) {
+      const int h = i / kUnits, u = i % kUnits;
+      float2 norm;
+      float4 acc = merge_warps<kHeadDim>(shared, h, u, norm);
+      if (splits_live == 1) {
+        const float by = reciprocal_or_zero(norm.y);
+        out[i] = make_float4(acc.x * by, acc.y * by, acc.z * by, acc.w * by);
+      } else if (kCluster == 1) {
+        partial[i] = acc;
+        if (u == 0) norms[static_cast<int64_t>(split) * a.n_q + first_head + h] = norm;
+      } else {
+        shared.merged[h][u] = acc;
+        if (u == 0) shared.merged_norm[h] = norm;
+      }
+    }
+  }
+  if (splits_live == 1) return;
+  if constexpr (kCluster == 1) {
+    if (arrive_last(a.counters + blockIdx.y, splits_live, &shared.last))
+      merge_all_parts<kHeadDim>(a, shared, norms, first_head, heads, splits_live);
+  } else {
+#ifdef DECODEV2_HOPPER
+    merge_cluster<kHeadDim>(a, shared, norms, first_head, heads, splits_live, has_work);
+#endif
+  }
+}
+
+// ---- rope_kv -----------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kRopeThreads) rope_kv_kernel(AttnArguments a) {
+  let_dependents_launch();
+  wait_for_predecessors();
+  const int64_t column = blockIdx.y, position = a.position[column];
+  if (!in_cache(position, a.max_seq)) return;
+  const int half = a.head_dim / 2, pairs = (a.n_q + 2 * a.n_kv) * half;
+  const int index = blockIdx.x * kRopeThreads + threadIdx.x;
+  if (index >= pairs) return;
+  const int head = index / half, d = index - head * half;
+  const float cos = __ldg(a.cos + position * a.head_dim + d);
+  const float sin = __ldg(a.sin + position * a.head_dim + d);
+  const int64_t kv_width = static_cast<int64_t>(a.n_kv) * a.head_dim;
+  if (head < a.n_q) {
+    float* q = a.q + (column * a.n_q + head) * a.head_dim + d;
+    rotate_pair(q[0], q[half], cos, sin);
+    return;
+  }
+  const bool is_key = head < a.n_q + a.n_kv;
+  const int64_t kv_head = head - a.n_q - (is_key ? 0 : a.n_kv), offset = kv_head * a.head_dim + d;
+  float first, second;
+  if (is_key) {
+    float* k = a.k + column * kv_width + offset;
+    first = k[0], second = k[half];
+    rotate_pair(first, second, cos, sin);
+    k[0] = first, k[half] = second;
+  } else {
+    const float* v = a.v + column * kv_width + offset;
+    first = v[0], second = v[half];
+  }
+  uint16_t* slot = (is_key ? a.k_cache : a.v_cache) + position * kv_width + offset;
+  slot[0] = to_bf16(first);
+  slot[half] = to_bf16(second);
+}
+
+// ---- prefill -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy_16_or_zero(uint32_t to, const void* from, bool readable) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(readable ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+}
+
+// Byte offset of 16-byte unit u of row r in a [64][head_dim] bf16 tile: eight rows of one unit column lie in
+// eight different 16-byte bank groups.
+template <int kHeadDim>
+__device__ __forceinline__ int tile_offset(int r, int u) {
+  constexpr int kUnits = kHeadDim / 8;
+  constexpr int kRowsPerLine = kUnits >= 8 ? 1 : 8 / kUnits;  // rows in 128 bytes
+  constexpr int kMask = kUnits >= 8 ? 7 : kUnits - 1;
+  return (r * kUnits + (u ^ ((r / kRowsPerLine) & kMask))) * 16;
+}
+
+template <int kHeadDim, int kKeySplits>
+__global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments a) {
+  constexpr int kRowTiles = kWarps / kKeySplits, kRows = 16 * kRowTiles;
+  constexpr int kWarpKeys = kTile / kKeySplits;
+  constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8;
+  constexpr int kTileBytes = kTile * kHeadDim * 2;
+  constexpr int kChains = kWarpKeys == 16 ? 2 : 1;  // few keys: high and low parts add up side by side
+  extern __shared__ __align__(128) uint8_t shared_bytes[];  // [2 stages][keys, values][64][head_dim]
+  let_dependents_launch();
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int group = a.n_q / a.n_kv, rows = a.n * group, kv_head = blockIdx.y;
+  const int row0 = (gridDim.x - 1 - blockIdx.x) * kRows;  // long prefixes first
+  const int key0 = warp % kKeySplits * kWarpKeys;
+  const int64_t stride = static_cast<int64_t>(a.n_kv) * kHeadDim;
+  const uint16_t* k_cache = a.k_cache + kv_head * kHeadDim;
+  const uint16_t* v_cache = a.v_cache + kv_head * kHeadDim;
+  const uint32_t tiles_at = shared_address(shared_bytes);
+
+  wait_for_predecessors();
+  // the longest prefix among the CTA's rows, and that of this lane's two rows
+  int limit = 0;
+  const int last_column = min(row0 + kRows, rows) - 1;
+  for (int i = row0 / group + lane; i <= last_column / group; i += 32)
+    limit = max(limit, a.valid_len[i]);
+  for (int o = 16; o; o >>= 1) limit = max(limit, __shfl_xor_sync(~0u, limit, o));
+  limit = min(limit, a.max_seq);
+  int length[2];
+  int64_t row_offset[2];  // of the row's head in q and out
+  uint32_t q_high[kSteps][4], q_low[kSteps][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = row0 + warp / kKeySplits * 16 + g + 8 * i;
+    const bool exists = row < rows;
+    const int column = exists ? row / group : 0, head = row % group;
+    length[i] = exists ? min(a.valid_len[column], a.max_seq) : 0;
+    row_offset[i] = (static_cast<int64_t>(column) * a.n_q + kv_head * group + head) * kHeadDim;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float2 v = make_float2(0.0f, 0.0f);
+        if (exists)
+          v = *reinterpret_cast<const float2*>(a.q + row_offset[i] + 16 * s + 8 * e + 2 * t);
+        split_bf16(v.x, v.y, q_high[s][2 * e + i], q_low[s][2 * e + i]);
+      }
+  }
+
+  const auto load_tile = [&](int tile) {
+    const uint32_t stage = tiles_at + (tile & 1) * 2 * kTileBytes;
+#pragma unroll
+    for (int i = thread; i < kTile * kUnits; i += kThreads) {
+      const int r = i / kUnits, u = i % kUnits, key = tile * kTile + r;
+      const bool readable = key < limit;
+      const int64_t at = (readable ? key : 0) * stride + u * 8;
+      copy_16_or_zero(stage + tile_offset<kHeadDim>(r, u), k_cache + at, readable);
+      copy_16_or_zero(stage + kTileBytes + tile_offset<kHeadDim>(r, u), v_cache + at, readable);
+    }
+  };
+
+  const float scale = kLog2e * rsqrtf(static_cast<float>(kHeadDim));
+  const int tiles = (limit + kTile - 1) / kTile;
+  const int warp_length = __reduce_max_sync(~0u, max(length[0], length[1]));
+  float acc[2 * kSteps][4] = {};
+  float m[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
+  if (tiles > 0) load_tile(0);
+  copies_commit();
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tile + 1 < tiles) load_tile(tile + 1);
+    copies_commit();
+    copies_wait<1>();
+    __syncthreads();
+    const int first_key = tile * kTile + key0;
+    if (first_key < warp_length) {
+      const uint32_t keys = tiles_at + (tile & 1) * 2 * kTileBytes, values = keys + kTileBytes;
+      float chains[kChains][kWarpKeys / 8][4] = {};
+      // B operand of two products at once: lanes 0-7 name rows 0-7 dims 0-7, 8-15 the same rows dims 8-15,
+      // 16-31 rows 8-15
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 16; ++n) {
+          uint32_t b[4];
+          load_matrices(b, keys + tile_offset<kHeadDim>(
+                                      key0 + 16 * n + (lane & 7) + ((lane >> 4) << 3),
+                                      2 * step + ((lane >> 3) & 1)));
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            mma_bf16(chains[0][2 * n + e], q_high[step][0], q_high[step][1], q_high[step][2],
+                     q_high[step][3], b[2 * e], b[2 * e + 1]);
+            mma_bf16(chains[kChains - 1][2 * n + e], q_low[step][0], q_low[step][1],
+                     q_low[step][2], q_low[step][3], b[2 * e], b[2 * e + 1]);
+          }
+        }
+      float(&s)[kWarpKeys / 8][4] = chains[0];
+      if constexpr (kChains > 1) {
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[n][e] += chains[1][n][e];
+      }
+      float keep[2], base[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float top = m[i];
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const bool live = first_key + 8 * n + 2 * t + e < length[i];
+            s[n][2 * i + e] = live ? s[n][2 * i + e] * scale : kMinusInfinity;
+            top = fmaxf(top, s[n][2 * i + e]);
+          }
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        base[i] = top == kMinusInfinity ? 0.0f : top;
+        keep[i] = exp2_approx(m[i] - base[i]);  // 0 while m is -inf
+        m[i] = top;
+        sum[i] *= keep[i];
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            s[n][2 * i + e] = exp2_approx(s[n][2 * i + e] - base[i]);
+            sum[i] += s[n][2 * i + e];
+          }
+      }
+#pragma unroll
+      for (int j = 0; j < 2 * kSteps; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[j][e] *= keep[e >> 1];
+#pragma unroll
+      for (int n = 0; n < kWarpKeys / 16; ++n) {
+        uint32_t p_high[4], p_low[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          split_bf16(s[2 * n + (e >> 1)][2 * (e & 1)], s[2 * n + (e >> 1)][2 * (e & 1) + 1],
+                     p_high[e], p_low[e]);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          uint32_t b[4];  // lanes 0-7 keys 0-7 dims 0-7, 8-15 keys 8-15, 16-31 the same of dims 8-15
+          load_matrices_transposed(b, values + tile_offset<kHeadDim>(
+                                                   key0 + 16 * n + (lane & 15),
+                                                   2 * step + (lane >> 4)));
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            mma_bf16(acc[2 * step + e], p_high[0], p_high[1], p_high[2], p_high[3], b[2 * e],
+                     b[2 * e + 1]);
+            mma_bf16(acc[2 * step + e], p_low[0], p_low[1], p_low[2], p_low[3], b[2 * e],
+                     b[2 * e + 1]);
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+    sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+  }
+
+  float weight[2] = {1.0f, 1.0f};
+  if constexpr (kKeySplits > 1) {
+    // The warps of a row tile add their partials, in order, through the memory of the tiles.
+    copies_wait<0>();
+    float2* norms = reinterpret_cast<float2*>(shared_bytes);              // [4 warps][16 rows]
+    float* parts = reinterpret_cast<float*>(shared_bytes + kWarps * 16 * 8);  // [4 warps][16][head_dim]
+    __syncthreads();
+    if (t == 0) {
+      norms[warp * 16 + g] = make_float2(m[0], sum[0]);
+      norms[warp * 16 + g + 8] = make_float2(m[1], sum[1]);
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * kSteps; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<float2*>(parts + (warp * 16 + g + 8 * i) * kHeadDim + 8 * j + 2 * t) =
+            make_float2(acc[j][2 * i], acc[j][2 * i + 1]);
+    __syncthreads();
+    for (int i = thread; i < kRows * kHeadDim / 4; i += kThreads) {
+      const int r = i / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4, row = row0 + r;
+      if (row >= rows) break;
+      const int first_warp = r / 16 * kKeySplits;
+      float top = kMinusInfinity;
+      for (int w = first_warp; w < first_warp + kKeySplits; ++w)
+        top = fmaxf(top, norms[w * 16 + r % 16].x);
+      float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float total = 0.0f;
+      for (int w = first_warp; w < first_warp + kKeySplits; ++w) {
+        const float2 norm = norms[w * 16 + r % 16];
+        const float by = partial_weight(norm.x, top);
+        total += by * norm.y;
+        add_scaled(v, by, *reinterpret_cast<const float4*>(parts + (w * 16 + r % 16) * kHeadDim + d));
+      }
+      const float by = reciprocal_or_zero(total);
+      const int64_t at =
+          (static_cast<int64_t>(row / group) * a.n_q + kv_head * group + row % group) * kHeadDim + d;
+      *reinterpret_cast<float4*>(a.out + at) = make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      weight[i] = reciprocal_or_zero(sum[i]);
+      if (row0 + warp * 16 + g + 8 * i >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < 2 * kSteps; ++j)
+        *reinterpret_cast<float2*>(a.out + row_offset[i] + 8 * j + 2 * t) =
+            make_float2(acc[j][2 * i] * weight[i], acc[j][2 * i + 1] * weight[i]);
+    }
+  }
+}
+
+// ---- launching ---------------------------------------------------------------------------------------
+
+template <int kHeadDim, int kCluster, bool kRope>
+cudaError_t launch_decode_as(const AttnArguments& a, bool pdl, cudaStream_t stream) {
+  const int splits = decode_splits(a.n_kv, a.max_seq);
+  const int head_blocks = ceil_div(a.n_q / a.n_kv, kHeads);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ceil_div(splits, kCluster) * kCluster, a.n_kv * head_blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (pdl) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kCluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = kCluster;
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
+  return cudaLaunchKernelEx(&config, attn_decode_kernel<kHeadDim, kCluster, kRope>, a);
+}
+
+template <int kHeadDim>
+cudaError_t launch_decode(const AttnArguments& a, bool cluster, bool rope, bool pdl,
+                          cudaStream_t stream) {
+  if (cluster)
+    return rope ? launch_decode_as<kHeadDim, kClusterCtas, true>(a, pdl, stream)
+                : launch_decode_as<kHeadDim, kClusterCtas, false>(a, pdl, stream);
+  return rope ? launch_decode_as<kHeadDim, 1, true>(a, pdl, stream)
+              : launch_decode_as<kHeadDim, 1, false>(a, pdl, stream);
+}
+
+template <int kHeadDim, int kKeySplits>
+cudaError_t launch_prefill_as(const AttnArguments& a, bool pdl, cudaStream_t stream) {
+  constexpr int kRows = 16 * kWarps / kKeySplits, kShared = 4 * kTile * kHeadDim * 2;
+  constexpr int kMerge = kKeySplits > 1 ? kWarps * 16 * (8 + kHeadDim * 4) : 0;
+  constexpr int kBytes = kShared > kMerge ? kShared : kMerge;
+  const auto kernel = attn_prefill_kernel<kHeadDim, kKeySplits>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(ceil_div(a.n * (a.n_q / a.n_kv), kRows), a.n_kv);
+  return launch(kernel, grid, dim3(kThreads), kBytes, stream, pdl, a);
+}
+
+template <int kHeadDim>
+cudaError_t launch_prefill(const AttnArguments& a, int key_splits, bool pdl, cudaStream_t stream) {
+  if (key_splits == 0) {  // as many CTAs as a large card has multiprocessors, if the rows give them
+    const int tiles = a.n * (a.n_q / a.n_kv) / 16 * a.n_kv;
+    key_splits = tiles >= 4 * 128 ? 1 : tiles >= 2 * 128 ? 2 : 4;
+  }
+  if (key_splits == 1) return launch_prefill_as<kHeadDim, 1>(a, pdl, stream);
+  if (key_splits == 2) return launch_prefill_as<kHeadDim, 2>(a, pdl, stream);
+  return launch_prefill_as<kHeadDim, 4>(a, pdl, stream);
+}
+
+}  // namespace
+
+int64_t attn_partial_floats(int n_q, int n_kv, int head_dim, int max_seq) {
+  const int splits = decode_splits(n_kv, max_seq);
+  const int64_t parts = splits > 32 ? splits : 32;  // 32: attn_flash_two_launch
+  return parts * n_q * (head_dim + 2);
+}
+
+cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+  if (!valid_shape(a) || a.n != 1) return cudaErrorInvalidValue;
+  const bool hopper = hopper_or_newer(), pdl = plan.pdl && hopper;
+  if (plan.merge == AttnMerge::kCluster && !hopper) return cudaErrorNotSupported;
+  const bool cluster = plan.merge == AttnMerge::kCluster ||
+                       (plan.merge == AttnMerge::kAuto && hopper &&
+                        decode_splits(a.n_kv, a.max_seq) > 1);
+  switch (a.head_dim) {
+    case 16: return launch_decode<16>(a, cluster, plan.rope, pdl, stream);
+    case 32: return launch_decode<32>(a, cluster, plan.rope, pdl, stream);
+    case 64: return launch_decode<64>(a, cluster, plan.rope, pdl, stream);
+    case 128: return launch_decode<128>(a, cluster, plan.rope, pdl, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t launch_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+  if (!valid_shape(a) || a.head_dim < 2 || a.head_dim % 2) return cudaErrorInvalidValue;
+  const int pairs = (a.n_q + 2 * a.n_kv) * (a.head_dim / 2);
+  return launch(rope_kv_kernel, dim3(ceil_div(pairs, kRopeThreads), a.n), dim3(kRopeThreads), 0,
+                stream, plan.pdl && hopper_or_newer(), a);
+}
+
+cudaError_t launch_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+  if (!valid_shape(a)) return cudaErrorInvalidValue;
+  const bool pdl = plan.pdl && hopper_or_newer();
+  switch (a.head_dim) {
+    case 16: return launch_prefill<16>(a, plan.key_splits, pdl, stream);
+    case 32: return launch_prefill<32>(a, plan.key_splits, pdl, stream);
+    case 64: return launch_prefill<64>(a, plan.key_splits, pdl, stream);
+    case 128: return launch_prefill<128>(a, plan.key_splits, pdl, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace decodev2

@@ -1,0 +1,726 @@
+// y = W x for many columns, W packed NF4: prompt chunks on the tensor cores.
+//
+// Computes  plain   y[j][r] = s * sum_k W[r][k] x[j][k] (+ bias[r]) (+ residual[j][r])
+//           swiglu  y[j][u] = silu(gate row u . x[j]) * (up row u . x[j])
+//           x may be normed on the way in: x * rsqrt(mean(x^2) + eps) * norm_weight
+// Owns      prepare_columns: a CTA owns one column of x, writes it as half fragments, scaled by a power of two.
+//           nf4_gemm: a CTA owns a row group (whole tiles) and one of `splits` ranges of K, and takes the column
+//           blocks in turn. Warp (k group, pair) owns two 16-row tiles x one slice of the range x all columns of
+//           the block; slices are added in K order, first in shared memory, then, with splits > 1, by the warp
+//           that arrives last. Every order of addition depends on (rows, cols, device) alone: bits repeat, and a
+//           column's bits do not depend on its neighbours or on how many columns a call has.
+// Grid      prepare_columns: padded columns, 512 threads. nf4_gemm: min(row groups * splits, SMs), 384 threads
+// Shared    pair table 64 KB | ring of weight blocks, private to each lane (12 KB a step) | scales 6 KB | ring of
+//           column fragments, shared by the warps of a k group (column tiles * 1 KB a step); afterwards the sums
+// Layout    panels of nf4.cuh. Columns: [column block][k block of 64][tile of 8][2][32 lanes][16 B]: lane (g, t)
+//           reads column g, the four registers of MMAs 2i and 2i + 1 of the block, k = 32 i + {0, 8, 16, 24} + 2t
+//           + {0, 1}
+// Floor     the larger of rows * K_pad * 17 / 32 bytes at the card's read rate and 2 rows cols n operations
+// Variants  table   full     256 B rows, one byte permute per look-up
+//                   compact  128 B rows, one more shift, 32 KB: cards with 99 KB of shared memory per CTA
+//           columns 8, 16, 32, 48 or 64 per pass over the weights
+#include "launch.h"
+#include "nf4.cuh"
+
+namespace decodev2 {
+namespace {
+
+constexpr int kWarps = 12;
+constexpr int kThreads = kWarps * 32;
+constexpr int kPrepareThreads = 512;
+constexpr int kColumnTileBytes = 1024;  // 64 k x 8 columns of half
+constexpr int kScaleSlotBytes = 128;    // 16 rows x 4 scales
+constexpr int kScaleBytes = kWarps * 2 * 2 * kScaleSlotBytes;
+constexpr int kMaxDepth = 4;
+
+// ---- how a matrix is divided --------------------------------------------------------------------------
+
+struct Schedule {
+  int pairs;          // warps side by side in rows; each has two tiles
+  int k_groups;       // kWarps / pairs: warps side by side in K
+  int row_groups;     // CTAs' worth of rows
+  int splits;         // CTAs side by side in K
+  int column_tiles;   // of 8 columns, in a column block
+  int column_blocks;  // passes over the weights
+  int depth;          // column stages in flight; weights have one more
+  bool compact;       // 32 KB table
+  int grid;
+  int shared_bytes;
+};
+
+__host__ __device__ constexpr int ring_bytes(int depth) { return kWarps * 2 * kBlockCodes * (depth + 1); }
+
+int shared_bytes(int k_groups, int column_tiles, int depth, bool compact) {
+  const int stream = ring_bytes(depth) + kScaleBytes + k_groups * depth * column_tiles * kColumnTileBytes;
+  const int sums = kWarps * 2 * column_tiles * 512;
+  return (compact ? kTableBytes / 2 : kTableBytes) + (stream > sums ? stream : sums);
+}
+
+int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// Cycles of one CTA for a division, to compare divisions with each other: a tile block costs about 56 cycles of
+// an SM at 48 columns, a warp's step about 800, L2 delivers about 32 B per cycle and SM.
+void divide(int tiles, int groups, int multiprocessors, int min_pairs, Schedule* best) {
+  double best_cycles = 1e30;
+  for (const int pairs : {6, 4, 3, 2}) {
+    if (pairs < min_pairs) continue;
+    const int k_groups = kWarps / pairs, needed = divide_up(tiles, 2 * pairs);
+    int max_splits = needed < multiprocessors ? multiprocessors / needed : 1;
+    if (max_splits > divide_up(groups, k_groups)) max_splits = divide_up(groups, k_groups);
+    for (int splits = 1; splits <= max_splits; ++splits) {
+      const int passes = splits > 1 ? 1 : divide_up(needed, multiprocessors);
+      int row_groups = passes * multiprocessors / splits;
+      if (row_groups > tiles) row_groups = tiles;
+      const int rows = divide_up(tiles, row_groups), blocks = divide_up(groups, splits);
+      const double compute = blocks * rows * 56.0, path = divide_up(groups, splits * k_groups) * 800.0;
+      const double memory = blocks * (rows * 544.0 + 6144.0) / 32.0;
+      double cycles = compute > path ? compute : path;
+      if (memory > cycles) cycles = memory;
+      cycles = passes * (cycles + 1500.0) + (splits > 1 ? 2500.0 + 100.0 * splits : 0.0);
+      if (cycles < best_cycles) {
+        best_cycles = cycles;
+        best->pairs = pairs;
+        best->k_groups = k_groups;
+        best->row_groups = row_groups;
+        best->splits = splits;
+      }
+    }
+  }
+}
+
+// False when the device has too little shared memory.
+bool make_schedule(int tiles, int groups, int n, const GemmPlan& plan, Schedule* s) {
+  s->compact = plan.shared_limit < 160 * 1024;
+  const int min_pairs = plan.shared_limit < shared_bytes(kWarps / 2, 8, 2, false) ? 4 : 2;
+  divide(tiles, groups, plan.multiprocessors, min_pairs, s);
+  const int all_column_tiles = divide_up(n, 8);
+  s->column_blocks = divide_up(all_column_tiles, s->compact ? 4 : 8);
+  const int wanted = divide_up(all_column_tiles, s->column_blocks);
+  for (const int column_tiles : {8, 6, 4, 2, 1})
+    if (column_tiles >= wanted) s->column_tiles = column_tiles;
+  for (s->depth = kMaxDepth; s->depth >= 2; --s->depth) {
+    s->shared_bytes = shared_bytes(s->k_groups, s->column_tiles, s->depth, s->compact);
+    if (s->shared_bytes <= plan.shared_limit) break;
+  }
+  const int items = s->row_groups * s->splits;
+  s->grid = items < plan.multiprocessors ? items : plan.multiprocessors;
+  return s->depth >= 2;
+}
+
+struct Workspace {  // byte offsets
+  size_t partials, column_scale, arrivals, bytes;
+};
+
+size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int arrival_count(const Schedule& s) { return s.splits > 1 ? s.column_blocks * s.row_groups * kWarps : 0; }
+
+Workspace divide_workspace(int tiles, int groups, const Schedule& s) {
+  const size_t column_tiles = static_cast<size_t>(s.column_blocks) * s.column_tiles;
+  Workspace w;
+  w.partials = align_256(column_tiles * groups * kColumnTileBytes);
+  w.column_scale = align_256(w.partials + (s.splits > 1 ? column_tiles * s.splits * tiles * 512 : 0));
+  w.arrivals = align_256(w.column_scale + column_tiles * 8 * sizeof(float));
+  w.bytes = align_256(w.arrivals + arrival_count(s) * sizeof(unsigned));
+  return w;
+}
+
+// ---- columns: float32 rows of x to half fragments ------------------------------------------------------
+
+struct PrepareArguments {
+  const float* x;            // [n, cols], ld_x apart
+  const float* norm_weight;  // [cols] or null
+  uint8_t* columns;          // fragments
+  float* column_scale;       // [padded columns] undoes the scaling
+  unsigned* arrivals;        // [arrival_count], zeroed here
+  int64_t ld_x;
+  float eps;
+  int n;
+  int cols;
+  int groups;
+  int column_tiles;
+  int arrival_count;
+};
+
+__device__ __forceinline__ float warp_sum(float v) {
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+// The power of two that brings `largest` into [2^14, 2^15) and its inverse, both exact. Values down to 2^-28 of the
+// largest keep all bits of half; sums of 64 products stay far inside float32.
+__device__ __forceinline__ float2 power_of_two_scale(float largest) {
+  int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;  // largest is not negative
+  if (!(largest > 0.0f)) exponent = 14;
+  exponent = max(exponent, -100);
+  return make_float2(__uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23),
+                     __uint_as_float(static_cast<uint32_t>(127 - 14 + exponent) << 23));
+}
+
+// Eight values of one 16-byte fragment: k0 + {0, 1, 8, 9, 16, 17, 24, 25}.
+__device__ __forceinline__ void load_eight(float* v, const float* row, int k0, int cols, bool even) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int k = k0 + 8 * i;
+    if (even && k < cols) {
+      const float2 pair = *reinterpret_cast<const float2*>(row + k);
+      v[2 * i] = pair.x;
+      v[2 * i + 1] = pair.y;
+    } else {
+      v[2 * i] = k < cols ? row[k] : 0.0f;
+      v[2 * i + 1] = k + 1 < cols ? row[k + 1] : 0.0f;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const PrepareArguments a) {
+  __shared__ float warp_squares[kPrepareThreads / 32], warp_largest[kPrepareThreads / 32];
+  const int column = blockIdx.x, thread = threadIdx.x;
+  let_dependents_launch();
+  wait_for_predecessors();
+  for (int i = column * kPrepareThreads + thread; i < a.arrival_count; i += gridDim.x * kPrepareThreads)
+    a.arrivals[i] = 0;
+
+  const int fragments = a.groups * 8;  // of this column: [k block][2][4 t]
+  const bool live = column < a.n, even = ((a.ld_x | a.cols) & 1) == 0;
+  const float* row = a.x + (live ? column : 0) * a.ld_x;
+  float squares = 0.0f, largest = 0.0f;
+  for (int i = thread; live && i < fragments; i += kPrepareThreads) {
+    float v[8], w[8];
+    const int k0 = (i >> 2) * 32 + (i & 3) * 2;
+    load_eight(v, row, k0, a.cols, even);
+    if (a.norm_weight) load_eight(w, a.norm_weight, k0, a.cols, even);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      squares = fmaf(v[e], v[e], squares);
+      largest = fmaxf(largest, fabsf(a.norm_weight ? v[e] * w[e] : v[e]));
+    }
+  }
+  squares = warp_sum(squares);
+  largest = warp_max(largest);
+  if ((thread & 31) == 0) {
+    warp_squares[thread >> 5] = squares;
+    warp_largest[thread >> 5] = largest;
+  }
+  __syncthreads();
+  squares = largest = 0.0f;
+  for (int w = 0; w < kPrepareThreads / 32; ++w) {
+    squares += warp_squares[w];
+    largest = fmaxf(largest, warp_largest[w]);
+  }
+  const float norm = a.norm_weight ? rsqrtf(squares / static_cast<float>(a.cols) + a.eps) : 1.0f;
+  const float2 scale = power_of_two_scale(largest * norm);
+  if (thread == 0) a.column_scale[column] = scale.y;
+
+  const int block_columns = a.column_tiles * 8;
+  const int column_block = column / block_columns, in_block = column - column_block * block_columns;
+  const int64_t block_bytes = static_cast<int64_t>(a.column_tiles) * kColumnTileBytes;
+  uint8_t* to = a.columns + column_block * a.groups * block_bytes + (in_block >> 3) * kColumnTileBytes +
+                (in_block & 7) * 64;
+  for (int i = thread; i < fragments; i += kPrepareThreads) {
+    float v[8] = {}, w[8];
+    const int k0 = (i >> 2) * 32 + (i & 3) * 2;
+    if (live) {
+      load_eight(v, row, k0, a.cols, even);
+      if (a.norm_weight) {
+        load_eight(w, a.norm_weight, k0, a.cols, even);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = v[e] * norm * w[e];
+      }
+    }
+    half2 h[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = __floats2half2_rn(v[2 * e] * scale.x, v[2 * e + 1] * scale.x);
+    *reinterpret_cast<uint4*>(to + (i >> 3) * block_bytes + ((i >> 2) & 1) * 512 + (i & 3) * 16) =
+        *reinterpret_cast<const uint4*>(h);
+  }
+}
+
+// ---- asynchronous copies and barriers of part of a CTA -------------------------------------------------
+
+// 16 bytes global -> shared, past L1.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void sync_threads_of(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+               "f"(v[3])
+               : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
+  const uint4 v = load_shared_16(address);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+// ---- 32 KB pair table ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void build_compact_table(uint8_t* table, int thread, int threads) {
+  for (int i = thread; i < 256 * 8; i += threads) {
+    const int byte = i >> 3;
+    const half2 pair = __floats2half2_rn(kNf4Levels[byte & 15], kNf4Levels[byte >> 4]);
+    const uint32_t v = *reinterpret_cast<const uint32_t*>(&pair);
+    *reinterpret_cast<uint4*>(table + i * 16) = make_uint4(v, v, v, v);
+  }
+}
+
+template <int kByte>
+__device__ __forceinline__ uint32_t look_up_compact(uint32_t table, uint32_t word, uint32_t lane4) {
+  const uint32_t row = kByte == 0 ? word << 7 : word >> (8 * kByte - 7);
+  uint32_t d;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(table + ((row & 0x7f80u) | lane4)));
+  return d;
+}
+
+template <int kByte, bool kCompact>
+__device__ __forceinline__ uint32_t level_pair(uint32_t table, uint32_t word, uint32_t lane4) {
+  if constexpr (kCompact) return look_up_compact<kByte>(table, word, lane4);
+  else return look_up<kByte>(table, word, lane4);
+}
+
+// ---- one step of a warp: kTiles tiles x 64 k x all columns ---------------------------------------------
+
+struct KernelArguments {
+  const uint8_t* panels;
+  const uint8_t* columns;
+  const float* column_scale;
+  const float* bias;
+  const float* residual;
+  float* y;
+  float* partials;     // [column block][split][tile][column tile][32 lanes][4]
+  unsigned* arrivals;  // [column block][row group][warp]
+  int64_t ld_y;
+  int n;
+  int rows;
+  int groups;
+  int tiles;
+  int pairs;
+  int k_groups;
+  int row_groups;
+  int splits;
+  int column_blocks;
+  int depth;
+  bool swiglu;
+};
+
+struct StepAddresses {  // in shared memory
+  uint32_t codes;       // this lane's 16 B of tile 0; tile 1 is kBlockCodes behind
+  uint32_t scale_lo;    // of row g, tile 0; tile 1 is kScaleSlotBytes behind
+  uint32_t scale_hi;    // of row g + 8
+  uint32_t columns;     // this lane's 16 B of column tile 0
+};
+
+template <int kTiles, int kColumnTiles, bool kCompact>
+__device__ __forceinline__ void multiply_step(float (&sum)[2][kColumnTiles][4], const StepAddresses& at,
+                                              uint32_t table, uint32_t lane4) {
+  uint32_t a[kTiles][4][4];
+  float scale_lo[kTiles], scale_hi[kTiles];
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) {
+    const uint4 words = load_shared_16(at.codes + r * kBlockCodes);
+    scale_lo[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_lo + r * kScaleSlotBytes)));
+    scale_hi[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_hi + r * kScaleSlotBytes)));
+    const uint32_t lo[2] = {words.x, words.y}, hi[2] = {words.z, words.w};
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      a[r][2 * w][0] = level_pair<0, kCompact>(table, lo[w], lane4);
+      a[r][2 * w][1] = level_pair<0, kCompact>(table, hi[w], lane4);
+      a[r][2 * w][2] = level_pair<1, kCompact>(table, lo[w], lane4);
+      a[r][2 * w][3] = level_pair<1, kCompact>(table, hi[w], lane4);
+      a[r][2 * w + 1][0] = level_pair<2, kCompact>(table, lo[w], lane4);
+      a[r][2 * w + 1][1] = level_pair<2, kCompact>(table, hi[w], lane4);
+      a[r][2 * w + 1][2] = level_pair<3, kCompact>(table, lo[w], lane4);
+      a[r][2 * w + 1][3] = level_pair<3, kCompact>(table, hi[w], lane4);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kColumnTiles; ++j) {
+    const uint4 b01 = load_shared_16(at.columns + j * kColumnTileBytes);
+    const uint4 b23 = load_shared_16(at.columns + j * kColumnTileBytes + 512);
+    const uint32_t b[4][2] = {{b01.x, b01.y}, {b01.z, b01.w}, {b23.x, b23.y}, {b23.z, b23.w}};
+    float c[kTiles][4] = {};
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r)
+        mma_m16n8k16(c[r], a[r][m][0], a[r][m][1], a[r][m][2], a[r][m][3], b[m][0], b[m][1]);
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      sum[r][j][0] = fmaf(c[r][0], scale_lo[r], sum[r][j][0]);
+      sum[r][j][1] = fmaf(c[r][1], scale_lo[r], sum[r][j][1]);
+      sum[r][j][2] = fmaf(c[r][2], scale_hi[r], sum[r][j][2]);
+      sum[r][j][3] = fmaf(c[r][3], scale_hi[r], sum[r][j][3]);
+    }
+  }
+}
+
+// ---- finished sums -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void add(float4& sum, const float4& v) {
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
+
+__device__ __forceinline__ float silu(float gate) { return gate / (1.0f + __expf(-gate)); }
+
+__device__ __forceinline__ void store_row(const KernelArguments& a, int row, int column, float sum) {
+  if (row >= a.rows || column >= a.n) return;
+  const int64_t at = column * a.ld_y + row;
+  sum *= a.column_scale[column];
+  if (a.bias) sum += a.bias[row];
+  if (a.residual) sum += a.residual[at];
+  a.y[at] = sum;
+}
+
+__device__ __forceinline__ void store_unit(const KernelArguments& a, int unit, int column, float gate, float up) {
+  if (unit >= a.rows || column >= a.n) return;
+  const float scale = a.column_scale[column];
+  a.y[column * a.ld_y + unit] = silu(gate * scale) * (up * scale);
+}
+
+// One 16 x 8 piece of the result in MMA order: x, y are row g, columns 2t and 2t + 1; z, w the same of row g + 8.
+__device__ __forceinline__ void store_piece(const KernelArguments& a, int tile, int column_tile, int lane,
+                                            const float4& sum) {
+  const int g = lane >> 2, column = column_tile * 8 + (lane & 3) * 2;
+  if (a.swiglu) {
+    store_unit(a, tile * 8 + g, column, sum.x, sum.z);
+    store_unit(a, tile * 8 + g, column + 1, sum.y, sum.w);
+  } else {
+    store_row(a, tile * kTileRows + g, column, sum.x);
+    store_row(a, tile * kTileRows + g, column + 1, sum.y);
+    store_row(a, tile * kTileRows + g + 8, column, sum.z);
+    store_row(a, tile * kTileRows + g + 8, column + 1, sum.w);
+  }
+}
+
+// Adds the splits of two pieces in order; `second` may be absent.
+__device__ __forceinline__ void add_splits(float4& first_sum, float4& second_sum, const float* first,
+                                           const float* second, int64_t stride, int splits) {
+  constexpr int kBatch = 4;  // loads in flight for each piece
+  for (int s0 = 0; s0 < splits; s0 += kBatch) {
+    float4 u[kBatch], v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (s0 + i < splits) {
+        u[i] = __ldcg(reinterpret_cast<const float4*>(first + (s0 + i) * stride));
+        if (second) v[i] = __ldcg(reinterpret_cast<const float4*>(second + (s0 + i) * stride));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (s0 + i < splits) {
+        add(first_sum, u[i]);
+        if (second) add(second_sum, v[i]);
+      }
+    }
+  }
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------
+
+// What a warp owns of one item (row group, split). Cheap to work out, so phases do that again instead of holding it
+// in registers through the multiplication.
+struct Place {
+  int lane;
+  int k_group;
+  int pair;
+  int row_group;
+  int split;
+  int tile;         // the first of this warp's
+  int tiles;        // 0, 1 or 2
+  int block_begin;  // of the slice of K
+  int steps;        // blocks of 64 k in it
+};
+
+__device__ __forceinline__ Place find_place(const KernelArguments& a, int item, int thread) {
+  Place p;
+  p.lane = thread & 31;
+  p.k_group = (thread >> 5) / a.pairs;
+  p.pair = (thread >> 5) - p.k_group * a.pairs;
+  p.row_group = item / a.splits;
+  p.split = item - p.row_group * a.splits;
+  const int64_t tiles = a.tiles, groups = a.groups;
+  p.tile = static_cast<int>(tiles * p.row_group / a.row_groups) + 2 * p.pair;
+  p.tiles = min(max(static_cast<int>(tiles * (p.row_group + 1) / a.row_groups) - p.tile, 0), 2);
+  const int slice = p.split * a.k_groups + p.k_group, slices = a.splits * a.k_groups;
+  p.block_begin = static_cast<int>(groups * slice / slices);
+  p.steps = static_cast<int>(groups * (slice + 1) / slices) - p.block_begin;
+  return p;
+}
+
+__device__ __forceinline__ int64_t block_offset(int block) {
+  return static_cast<int64_t>(block >> 2) * kPanelBytes + (block & 3) * kBlockCodes;
+}
+
+// Asks the L2 for the first 4 KB of this warp's weights.
+__device__ __forceinline__ void prefetch_weights(const KernelArguments& a, int item, int thread) {
+  const Place p = find_place(a, item, thread);
+  const int64_t from = block_offset(p.block_begin) + p.lane * 128, end = block_offset(p.block_begin + p.steps);
+  const int64_t tile_bytes = static_cast<int64_t>(a.groups) * kBlockBytes;
+  for (int r = 0; r < p.tiles; ++r)
+    if (from < end) prefetch_l2(a.panels + (p.tile + r) * tile_bytes + from);
+}
+
+// Adds up what the CTA's warps left in `sums`, [warp][piece][lane][4], and, split K, what the other CTAs left.
+template <int kColumnTiles>
+__device__ __forceinline__ void finish_item(const KernelArguments& a, int item, int column_block, uint32_t sums,
+                                            int thread) {
+  constexpr int kPieces = 2 * kColumnTiles;
+  const Place p = find_place(a, item, thread);
+  if (p.tiles == 0) return;
+  const int pieces = p.tiles * kColumnTiles, first_column_tile = column_block * kColumnTiles;
+  const int64_t stride = static_cast<int64_t>(a.tiles) * kColumnTiles * 128;  // of the splits
+  float* const partials = a.partials + (static_cast<int64_t>(column_block) * a.splits * a.tiles + p.tile) *
+                                           kColumnTiles * 128 + p.lane * 4;
+  const auto store = [&](int piece, const float4& sum) {
+    const int r = piece >= kColumnTiles;
+    store_piece(a, p.tile + r, first_column_tile + piece - r * kColumnTiles, p.lane, sum);
+  };
+
+  // the warps of a pair share out its pieces
+  for (int piece = p.k_group; piece < pieces; piece += a.k_groups) {
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int k = 0; k < a.k_groups; ++k)
+      add(total, load_shared_float4(sums + ((k * a.pairs + p.pair) * kPieces + piece) * 512 + p.lane * 16));
+    if (a.splits == 1) store(piece, total);
+    else __stcg(reinterpret_cast<float4*>(partials + p.split * stride + piece * 128), total);
+  }
+  if (a.splits == 1) return;
+
+  __threadfence();
+  __syncwarp();
+  unsigned arrived = 0;
+  unsigned* arrivals = a.arrivals + (column_block * a.row_groups + p.row_group) * kWarps + (thread >> 5);
+  if (p.lane == 0) arrived = atomicAdd(arrivals, 1u);
+  arrived = __shfl_sync(~0u, arrived, 0);
+  if (arrived != static_cast<unsigned>(a.splits - 1)) return;
+  __threadfence();
+  for (int piece = p.k_group; piece < pieces; piece += 2 * a.k_groups) {
+    const int other = piece + a.k_groups;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), other_sum = sum;
+    add_splits(sum, other_sum, partials + piece * 128, other < pieces ? partials + other * 128 : nullptr, stride,
+               a.splits);
+    store(piece, sum);
+    if (other < pieces) store(other, other_sum);
+  }
+}
+
+template <int kColumnTiles, bool kCompact>
+__device__ __forceinline__ void run_item(const KernelArguments& a, int item, int column_block, uint8_t* shared,
+                                         int thread, bool first) {
+  constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
+  const uint32_t table = shared_address(shared), stream = table + (kCompact ? kTableBytes / 2 : kTableBytes);
+  const uint32_t lane4 = opaque((thread & 31) * 4), lane16 = opaque((thread & 31) * 16);
+  float sum[2][kColumnTiles][4] = {};
+  {
+    const Place p = find_place(a, item, thread);
+    const uint32_t ring = stream + (thread >> 5) * (a.depth + 1) * 2 * kBlockCodes + lane16;
+    const uint32_t scales = stream + ring_bytes(a.depth) + (thread >> 5) * 4 * kScaleSlotBytes;
+    const uint32_t stages = stream + ring_bytes(a.depth) + kScaleBytes + p.k_group * a.depth * kStageBytes;
+    const uint32_t tile_bytes = a.groups * kBlockBytes;
+    const int block_end = p.block_begin + p.steps;
+    const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
+    const auto scale_slot = [&](int block) { return scales + ((block >> 2) & 1) * 2 * kScaleSlotBytes; };
+
+    int weights_block = p.block_begin;  // the next to fetch
+    const uint8_t* weights = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(weights_block) + lane16;
+    const auto fetch_weights = [&](int slot) {
+      if (weights_block < block_end) {
+        const int in_panel = weights_block & 3, width = panel_width(weights_block);
+        const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(weights_block) + lane16;
+        const uint8_t* const from_scales = weights + (width - in_panel) * kBlockCodes;
+        const bool new_panel = (in_panel == 0 || weights_block == p.block_begin) && p.lane < 2 * width;
+        if (p.tiles > 0) {
+          copy_16(to, weights);
+          if (new_panel) copy_16(scales_to, from_scales);
+        }
+        if (p.tiles > 1) {
+          copy_16(to + kBlockCodes, weights + tile_bytes);
+          if (new_panel) copy_16(scales_to + kScaleSlotBytes, from_scales + tile_bytes);
+        }
+        weights += in_panel == 3 ? kBlockCodes + kPanelBytes - kPanelBlocks * kBlockCodes : kBlockCodes;
+        ++weights_block;
+      }
+      commit_copies();
+    };
+
+    int columns_left = p.steps;  // to fetch
+    const uint32_t thread_in_group = (p.pair * 32 + p.lane) * 16;
+    const uint8_t* columns = a.columns + (static_cast<int64_t>(column_block) * a.groups + p.block_begin) * kStageBytes;
+    const auto fetch_columns = [&](int stage) {
+      if (columns_left > 0) {
+        const uint32_t to = stages + stage * kStageBytes;
+        for (uint32_t i = thread_in_group; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, columns + i);
+        columns += kStageBytes;
+        --columns_left;
+      }
+      commit_copies();
+    };
+
+    fetch_weights(0);
+    if (first) {  // weights are constants: they may be asked for before the kernels in front have finished
+      prefetch_weights(a, item, thread);
+      let_dependents_launch();
+      if constexpr (kCompact) build_compact_table(shared, thread, kThreads);
+      else build_pair_table(shared, thread, kThreads);
+      __syncthreads();
+      wait_for_predecessors();
+    }
+    for (int i = 0; i < a.depth - 1; ++i) {
+      fetch_columns(i);
+      fetch_weights(i + 1);
+    }
+
+    int stage = 0, slot = 0;
+    for (int block = p.block_begin; block < block_end; ++block) {
+      // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
+      if (a.depth == 2) wait_copies<1>();
+      else if (a.depth == 3) wait_copies<3>();
+      else wait_copies<5>();
+      sync_threads_of(1 + p.k_group, a.pairs * 32);
+      // into the room of the step before
+      fetch_columns((stage == 0 ? a.depth : stage) - 1);
+      fetch_weights((slot == 0 ? a.depth + 1 : slot) - 1);
+
+      const int width = panel_width(block);
+      StepAddresses at;
+      at.codes = ring + slot * 2 * kBlockCodes;
+      at.scale_lo = scale_slot(block) + ((p.lane >> 2) * width + (block & 3)) * 2;
+      at.scale_hi = at.scale_lo + 16 * width;
+      at.columns = stages + stage * kStageBytes + lane16;
+      if (p.tiles == 2) multiply_step<2, kColumnTiles, kCompact>(sum, at, table, lane4);
+      else if (p.tiles == 1) multiply_step<1, kColumnTiles, kCompact>(sum, at, table, lane4);
+      if (++stage == a.depth) stage = 0;
+      if (++slot == a.depth + 1) slot = 0;
+    }
+  }
+
+  __syncthreads();  // the rings are drained: their room takes the sums
+  const uint32_t mine = stream + (thread >> 5) * 2 * kColumnTiles * 512 + lane16;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
+  __syncthreads();
+  finish_item<kColumnTiles>(a, opaque(item), column_block, stream, opaque(thread));
+  __syncthreads();  // the sums are read: the rings may fill again
+}
+
+template <int kColumnTiles, bool kCompact>
+__global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  bool first = true;
+  for (int item = blockIdx.x; item < a.row_groups * a.splits; item += gridDim.x) {
+    for (int column_block = 0; column_block < a.column_blocks; ++column_block) {
+      run_item<kColumnTiles, kCompact>(a, opaque(item), column_block, shared, opaque(threadIdx.x), first);
+      first = false;
+    }
+  }
+}
+
+template <int kColumnTiles, bool kCompact>
+cudaError_t start(const KernelArguments& a, const Schedule& s, bool pdl, cudaStream_t stream) {
+  const auto kernel = nf4_gemm<kColumnTiles, kCompact>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, s.grid, kThreads, s.shared_bytes, stream, pdl, a);
+}
+
+}  // namespace
+
+size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) {
+  Schedule s;
+  if (tiles <= 0 || groups <= 0 || n <= 0 || !make_schedule(tiles, groups, n, plan, &s)) return 0;
+  return divide_workspace(tiles, groups, s).bytes;
+}
+
+cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream) {
+  const bool swiglu = kind == GemmKind::kSwiglu;
+  if (a.n <= 0 || a.rows <= 0 || a.cols <= 0 || a.groups != divide_up(a.cols, kGroup) ||
+      a.tiles != divide_up(a.rows, swiglu ? kTileRows / 2 : kTileRows) || a.ld_x < a.cols || a.ld_y < a.rows ||
+      (swiglu && (a.bias || a.residual)))
+    return cudaErrorInvalidValue;
+  Schedule s;
+  if (!make_schedule(a.tiles, a.groups, a.n, plan, &s)) return cudaErrorInvalidConfiguration;
+  const Workspace w = divide_workspace(a.tiles, a.groups, s);
+  if (a.workspace_bytes < w.bytes || reinterpret_cast<uintptr_t>(a.workspace) % 16) return cudaErrorInvalidValue;
+
+  PrepareArguments p = {};
+  p.x = a.x;
+  p.norm_weight = a.norm_weight;
+  p.columns = a.workspace;
+  p.column_scale = reinterpret_cast<float*>(a.workspace + w.column_scale);
+  p.arrivals = reinterpret_cast<unsigned*>(a.workspace + w.arrivals);
+  p.ld_x = a.ld_x;
+  p.eps = a.eps;
+  p.n = a.n;
+  p.cols = a.cols;
+  p.groups = a.groups;
+  p.column_tiles = s.column_tiles;
+  p.arrival_count = arrival_count(s);
+  const cudaError_t error =
+      launch(prepare_columns, s.column_blocks * s.column_tiles * 8, kPrepareThreads, 0, stream, plan.pdl, p);
+  if (error != cudaSuccess) return error;
+
+  KernelArguments k = {};
+  k.panels = a.panels;
+  k.columns = a.workspace;
+  k.column_scale = p.column_scale;
+  k.bias = a.bias;
+  k.residual = a.residual;
+  k.y = a.y;
+  k.partials = reinterpret_cast<float*>(a.workspace + w.partials);
+  k.arrivals = p.arrivals;
+  k.ld_y = a.ld_y;
+  k.n = a.n;
+  k.rows = a.rows;
+  k.groups = a.groups;
+  k.tiles = a.tiles;
+  k.pairs = s.pairs;
+  k.k_groups = s.k_groups;
+  k.row_groups = s.row_groups;
+  k.splits = s.splits;
+  k.column_blocks = s.column_blocks;
+  k.depth = s.depth;
+  k.swiglu = swiglu;
+  if (s.compact) {
+    switch (s.column_tiles) {
+      case 1: return start<1, true>(k, s, plan.pdl, stream);
+      case 2: return start<2, true>(k, s, plan.pdl, stream);
+      default: return start<4, true>(k, s, plan.pdl, stream);
+    }
+  }
+  switch (s.column_tiles) {
+    case 1: return start<1, false>(k, s, plan.pdl, stream);
+    case 2: return start<2, false>(k, s, plan.pdl, stream);
+    case 4: return start<4, false>(k, s, plan.pdl, stream);
+    case 6: return start<6, false>(k, s, plan.pdl, stream);
+    default: return start<8, false>(k, s, plan.pdl, stream);
+  }
+}
+
+}  // namespace decodev2
