@@ -92,7 +92,14 @@ def open_session(
     chr_path = Path(chr_path) if chr_path else folder.with_name(folder.name + ".chr")
 
     model = open_model(folder, chr_path, max_seq)
-    text = load_text(folder)
+    try:
+        return _loaded(model, load_text(folder), executor, device, chunk)
+    except BaseException:
+        model.tensors.close()
+        raise
+
+
+def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int) -> Session:
     weights = state = None
     if executor != "oracle":
         native.cpu()  # a first build must not count as loading

@@ -17,7 +17,8 @@ from .plan import LIVE_MAX_N, ArchSpec
 from .rope import rope_tables
 
 MAX_EOS_IDS = 8
-NO_TOKEN = -1  # fills unused end-token slots; no id equals it
+NO_TOKEN = -1  # `next_token` when no logit is finite
+UNUSED = -2  # fills end-token slots: equals no id, and not NO_TOKEN
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class DecodeState:
     logits: torch.Tensor  # [1, vocab] float32
     next_token: torch.Tensor  # [1] int64, greedy id written by the step; -1 when no logit is finite
     finished: torch.Tensor  # [1] uint8, an end token was produced
-    eos_ids: torch.Tensor  # [MAX_EOS_IDS] int64, unused slots NO_TOKEN
+    eos_ids: torch.Tensor  # [MAX_EOS_IDS] int64, unused slots UNUSED
     panel: torch.Tensor  # scratch of the products
     scores: torch.Tensor  # [n_q, max_seq + 16] scratch of attention
 
@@ -71,7 +72,7 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
         logits=torch.zeros(1, spec.vocab, device=device),
         next_token=torch.zeros(1, dtype=torch.int64, device=device),
         finished=torch.zeros(1, dtype=torch.uint8, device=device),
-        eos_ids=torch.full((MAX_EOS_IDS,), NO_TOKEN, dtype=torch.int64, device=device),
+        eos_ids=torch.full((MAX_EOS_IDS,), UNUSED, dtype=torch.int64, device=device),
         panel=torch.zeros(panel_size(spec, chunk), device=device),
         scores=torch.zeros(spec.n_q, spec.max_seq + 16, device=device),
     )
@@ -85,7 +86,7 @@ def reset(state: DecodeState, eos_ids: tuple[int, ...] = ()) -> None:
     state.position.zero_()
     state.valid_len.zero_()
     state.finished.zero_()
-    state.eos_ids.fill_(NO_TOKEN)
+    state.eos_ids.fill_(UNUSED)
     for slot, token_id in enumerate(eos_ids):
         state.eos_ids[slot] = token_id
 

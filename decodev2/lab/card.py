@@ -185,18 +185,12 @@ def measure_read_rate(threads: int, device: str = "cpu", runs: int = 7) -> dict[
     if device.startswith("cuda"):
         return {"gb_s": None, "gb_s_reason": "no CUDA read kernel yet"}
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < threads} | {threads})
-    native = _native_read_rate()
-    if native:
-        by_threads = {str(n): max(float(native(n)) for _ in range(runs)) for n in counts}
-        method, megabytes = "decodev2.ops.read_rate", None
-    else:
-        megabytes = int(min(READ_BUFFER_MB, (_ram_gb() or 4) * 1024 / 8))
-        by_threads = {str(n): _torch_read_rate(n, megabytes, runs) for n in counts}
-        method = "torch sum, the better of int64 and float32"
+    megabytes = int(min(READ_BUFFER_MB, (_ram_gb() or 4) * 1024 / 8))
+    by_threads = {str(n): _stream_rate(n, megabytes, runs) for n in counts}
     return {
         "gb_s": round(max(by_threads.values()), 3),
         "by_threads": {n: round(rate, 3) for n, rate in by_threads.items()},
-        "method": method,
+        "method": "read_all of csrc/cpu/binding.cpp",
         "buffer_mb": megabytes,
         "runs": runs,
     }
@@ -207,29 +201,23 @@ def faster_read_rate(a: dict, b: dict) -> dict:
     return max(a, b, key=lambda rate: rate["gb_s"] or 0.0)
 
 
-def _native_read_rate():
-    """`decodev2.ops.read_rate(n_threads) -> GB/s`, or None while there is no such kernel."""
-    try:
-        from .. import ops
-    except ImportError:
-        return None
-    return getattr(ops, "read_rate", None)
-
-
-def _torch_read_rate(threads: int, megabytes: int, runs: int) -> float:
+def _stream_rate(threads: int, megabytes: int, runs: int) -> float:
+    """GB/s of the best of `runs` passes over one buffer by `threads` threads."""
     import torch
 
+    from .. import native
+
+    read_all = native.cpu().read_all
     # Written, not just allocated: untouched pages all map to one page of zeros, which is in cache.
     words = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         best = float("inf")
-        for view in (words, words.view(torch.float32)):
-            for _ in range(runs):
-                start = time.perf_counter()
-                view.sum()
-                best = min(best, time.perf_counter() - start)
+        for _ in range(runs):
+            start = time.perf_counter()
+            read_all(words)
+            best = min(best, time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)
     return megabytes * 2**20 / best * 1e-9

@@ -337,22 +337,13 @@ def test_read_rate_is_measured_and_threads_are_put_back(monkeypatch):
     import torch
 
     monkeypatch.setattr(card, "READ_BUFFER_MB", 64)
-    monkeypatch.setattr(card, "_native_read_rate", lambda: None)
     before = torch.get_num_threads()
     rate = card.measure_read_rate(2, runs=2)
     assert torch.get_num_threads() == before
     assert set(rate["by_threads"]) == {"1", "2"}
     assert rate["gb_s"] == max(rate["by_threads"].values())
     assert 0.1 < rate["gb_s"] < 10_000
-    assert "torch" in rate["method"]
-
-
-def test_read_rate_takes_the_kernel_if_there_is_one(monkeypatch):
-    seen = []
-    monkeypatch.setattr(card, "_native_read_rate", lambda: lambda n: seen.append(n) or 10.0 * n)
-    rate = card.measure_read_rate(3, runs=2)
-    assert seen == [1, 1, 2, 2, 3, 3]
-    assert (rate["gb_s"], rate["method"]) == (30.0, "decodev2.ops.read_rate")
+    assert rate["buffer_mb"] == 64
 
 
 def test_the_faster_read_rate_is_kept():

@@ -16,7 +16,7 @@ from decodev2.kv import GraphSafeKV
 from decodev2.load import load_weights
 from decodev2.plan import MEDIUM_LLAMA, TINY_INTERNLM, TINY_LLAMA
 from decodev2.prefill import consume_prompt
-from decodev2.state import MAX_EOS_IDS, NO_TOKEN, allocate_state, load_token, reset
+from decodev2.state import MAX_EOS_IDS, UNUSED, allocate_state, load_token, reset
 from decodev2.synth import build
 
 SEEDED = [(TINY_LLAMA, 0), (TINY_INTERNLM, 1)]
@@ -85,10 +85,10 @@ def test_reset_touches_the_request_and_not_the_cache():
     addresses = [t.data_ptr() for t in tensors_of(state)]
     reset(state, (5, 9))
     assert int(state.position) == int(state.valid_len) == int(state.finished) == 0
-    assert state.eos_ids.tolist() == [5, 9] + [NO_TOKEN] * (MAX_EOS_IDS - 2)
+    assert state.eos_ids.tolist() == [5, 9] + [UNUSED] * (MAX_EOS_IDS - 2)
     assert (state.kv.k == 7.0).all() and (state.kv.v == 8.0).all()
     reset(state)  # end tokens of the request before must not stop this one
-    assert state.eos_ids.tolist() == [NO_TOKEN] * MAX_EOS_IDS
+    assert state.eos_ids.tolist() == [UNUSED] * MAX_EOS_IDS
     assert [t.data_ptr() for t in tensors_of(state)] == addresses
 
 

@@ -258,6 +258,16 @@ def test_finished_is_set_by_any_end_token_and_stays():
         assert int(state.finished) == 0
 
 
+def test_no_finite_logit_gives_minus_one_and_does_not_finish():
+    model = build(TINY_LLAMA, 0)
+    tensors = dict(model.tensors) | {"model.norm": np.full(64, np.nan, np.float32)}
+    weights, state = load_weights(SynthModel(TINY_LLAMA, tensors)), allocate_state(TINY_LLAMA)
+    reset(state, (7,))
+    load_token(state, 1)
+    step.greedy_decode(state, weights)
+    assert int(state.next_token) == -1 and int(state.finished) == 0
+
+
 def test_forward_moves_neither_token_nor_position():
     weights, state = load_weights(build(TINY_LLAMA, 0)), allocate_state(TINY_LLAMA)
     consume_prompt(state, weights, PROMPT)
