@@ -1,27 +1,35 @@
 // Attention of a step: decoding (one column, RoPE and KV write inside) and prefill (n columns).
 //
-// Computes  out[i][h] = sum_t softmax_t(q[i][h] . K[t][h / group] / sqrt(head_dim)) V[t][h / group],
-//           t < live length of column i. q and k are rotated by RoPE (rotate-half) at position[i].
-// Owns      attn_decode   CTA (split s, kv head): the group's query heads (8 at a time) x positions 64 s .. 64 s + 63,
-//                         then the tiles `splits` further on; warp = 16 positions x all dims x 8 heads
-//           attn_prefill  CTA: 16, 32 or 64 rows of one kv head, row = (column, head of the group); warp = 16 rows
+// Computes  out[i][h] = sum_t softmax_t(q[i][h] . K[t][kv] / sqrt(head_dim)) V[t][kv], kv = h /
+// group,
+//           t < live length of column i. RoPE (rotate-half) turns q and k by position[i].
+// Owns      attn_decode   CTA (split s, kv head): the group's query heads (8 at a time) x positions
+//                         64 s .. 64 s + 63, then the tiles `splits` further on; warp = 16
+//                         positions x all dims x 8 heads
+//           attn_prefill  CTA: 16, 32 or 64 rows of one kv head, row = (column, head of the group);
+//                         warp = 16 rows
 //           rope_kv       thread: one rotated pair, or two values to copy
-// Grid      decode (splits, n_kv * ceil(group / 8)), 128 threads, 22 KB; static, so a captured launch serves every
-//           position: CTAs past the live prefix leave at once. With clusters: 8 splits per cluster.
-//           prefill (row tiles, n_kv), 128 threads, 512 * head_dim bytes. rope_kv (pairs / 256, n), 256 threads.
-// Layout    decode, m16n8k16: A rows 0-7 = the 8 heads as bf16 high parts, rows 8-15 = their low parts (float minus
-//           high), B = keys or values as they lie in the cache, so both operands are exact to 16 bits and no
-//           product is wasted:
-//             scores  lane (g, t): key g of 8, dims [8 t, 8 t + 8) of each 32: one 16-byte load feeds two products.
-//                     Any order of the dims will do, the queries use the same.
-//             output  lane (g, t): values 2t, 2t+1, 2t+8, 2t+9, dims [8 g, 8 g + 8) of each 64; column g of product j
-//                     is dim 8 g + j, made of two rows by one byte permute. No shared memory, no transposition.
+// Grid      decode (splits, n_kv * ceil(group / 8)), 128 threads, 22 KB; static, so a captured
+//           launch serves every position: CTAs past the live prefix leave at once. A cluster is 8
+//           splits.
+//           prefill (row tiles, n_kv), 128 threads, 512 * head_dim bytes
+//           rope_kv (pairs / 256, n), 256 threads
+// Layout    decode, m16n8k16: A rows 0-7 = the 8 heads as bf16 high parts, rows 8-15 = their low
+//           parts (float minus high), B = keys or values as they lie in the cache, so both operands
+//           are exact to 16 bits and no product is wasted:
+//             scores  lane (g, t): key g of 8, dims [8 t, 8 t + 8) of each 32: one 16-byte load
+//                     feeds two products. Any order of the dims will do, the queries use the same.
+//             output  lane (g, t): values 2t, 2t+1, 2t+8, 2t+9, dims [8 g, 8 g + 8) of each 64;
+//                     column g of product j is dim 8 g + j, made of two rows by one byte permute.
+//                     No shared memory, no transposition.
 //           The scores come out as the A operand of the second product.
-//           prefill: 64 keys and values per stage in shared memory, 16-byte units swizzled for ldmatrix.
+//           prefill: 64 keys and values per stage in shared memory, 16-byte units swizzled for
+//           ldmatrix.
 //           partials: [parts][n_q][head_dim] un-normalised, then [parts][n_q] (maximum, sum).
 // Floor     2 * live * n_kv * head_dim * 2 bytes
-// Variants  attn_one_warp, attn_flash_two_launch (ladder_attn.cu); rope_kv, then attn_decode without RoPE;
-//           attn_decode merged by the CTA that arrives last; attn_decode merged in clusters first
+// Variants  attn_one_warp, attn_flash_two_launch (ladder_attn.cu); rope_kv, then attn_decode
+//           without RoPE; attn_decode merged by the CTA that arrives last; attn_decode merged in
+//           clusters first
 #include "attn.cuh"
 
 namespace decodev2 {
@@ -29,24 +37,25 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTile = 64;         // positions a CTA takes at a time
-constexpr int kHeads = 8;         // query heads of one CTA in decoding
-constexpr int kClusterCtas = 8;   // splits that merge through distributed shared memory
-constexpr int kMaxSplits = 64;    // a warp merges them, two per lane
+constexpr int kTile = 64;        // positions a CTA takes at a time
+constexpr int kHeads = 8;        // query heads of one CTA in decoding
+constexpr int kClusterCtas = 8;  // splits that merge through distributed shared memory
+constexpr int kMaxSplits = 64;   // a warp merges them, two per lane
 constexpr int kRopeThreads = 256;
 
-// ---- decode: splits and scratch ----------------------------------------------------------------------
+// ---- decode: splits and scratch -----------------------------------------------------------------
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// One tile per split up to a bound, then several: enough CTAs to fill a card, few enough to merge quickly.
+// One tile per split up to a bound, then several: enough CTAs to fill a card, few enough to merge
+// quickly.
 int decode_splits(int n_kv, int max_seq) {
   const int bound = n_kv <= 2 ? kMaxSplits : kMaxSplits / 2;
   const int tiles = ceil_div(max_seq, kTile);
   return tiles < bound ? tiles : bound;
 }
 
-// ---- decode: registers of a lane ---------------------------------------------------------------------
+// ---- decode: registers of a lane ----------------------------------------------------------------
 
 template <int kHeadDim>
 struct Lane {
@@ -62,9 +71,9 @@ struct Lane {
 
   uint32_t query_high[kKeyChunks][kKeyWords];
   uint32_t query_low[kKeyChunks][kKeyWords];
-  uint32_t keys[2][kKeyChunks][kKeyWords];         // rows g and g + 8 of the warp's 16
-  uint32_t values[4][kValueChunks][kValueWords];   // rows 2t, 2t + 1, 2t + 8, 2t + 9
-  float acc[kProducts][4];                         // [1], [0]: high part of head g; [2], [3]: low part
+  uint32_t keys[2][kKeyChunks][kKeyWords];        // rows g and g + 8 of the warp's 16
+  uint32_t values[4][kValueChunks][kValueWords];  // rows 2t, 2t + 1, 2t + 8, 2t + 9
+  float acc[kProducts][4];                        // 0, 1: high part of head g, 2, 3: low
 };
 
 template <int kWords>
@@ -182,7 +191,8 @@ __device__ __forceinline__ void split_query(
       split_bf16(q[c][2 * w], q[c][2 * w + 1], r.query_high[c][w], r.query_low[c][w]);
 }
 
-// Scores of head g with keys 2t, 2t + 1 (first two) and 2t + 8, 2t + 9 of the warp's 16, in units of log2.
+// Scores of head g with keys 2t, 2t + 1 (first two) and 2t + 8, 2t + 9 of the warp's 16, in units
+// of log2.
 template <int kHeadDim>
 __device__ __forceinline__ void score(const Lane<kHeadDim>& r, float scale, float (&s)[4]) {
   using L = Lane<kHeadDim>;
@@ -200,8 +210,7 @@ __device__ __forceinline__ void score(const Lane<kHeadDim>& r, float scale, floa
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      s[2 * i + e] =
-          ((c[i][0][e] + c[i][1][e]) + (c[i][0][e + 2] + c[i][1][e + 2])) * scale;
+      s[2 * i + e] = ((c[i][0][e] + c[i][1][e]) + (c[i][0][e + 2] + c[i][1][e + 2])) * scale;
 }
 
 // acc += P V for the warp's 16 positions.
@@ -222,7 +231,7 @@ __device__ __forceinline__ void add_values(Lane<kHeadDim>& r, const float (&p)[4
     }
 }
 
-// ---- decode: merging ---------------------------------------------------------------------------------
+// ---- decode: merging ----------------------------------------------------------------------------
 
 template <int kHeadDim>
 struct DecodeShared {
@@ -231,7 +240,7 @@ struct DecodeShared {
   float2 merged_norm[kHeads];                // (maximum, sum)
   float2 norm[kWarps][kHeads];
   float weight[kHeads][kMaxSplits];
-  alignas(16) uint16_t live[2][kHeadDim];    // the new key (rotated) and value
+  alignas(16) uint16_t live[2][kHeadDim];  // the new key (rotated) and value
   uint32_t last;
 };
 
@@ -246,7 +255,8 @@ __device__ __forceinline__ void store_warp_partial(DecodeShared<kHeadDim>& share
                                                    int warp, int g, int t) {
   using L = Lane<kHeadDim>;
   if (t == 0) shared.norm[warp][g] = make_float2(m, sum);
-  // column 2t of product j is dim (2t) * kValueDims + j, column 2t + 1 follows: 2 * kValueDims dims in a row
+  // column 2t of product j is dim (2t) * kValueDims + j, column 2t + 1 follows: 2 * kValueDims dims
+  // in a row
 #pragma unroll
   for (int c = 0; c < L::kValueChunks; ++c) {
     float dims[2 * L::kValueDims];
@@ -295,9 +305,8 @@ __device__ __forceinline__ float4 merge_warps(const DecodeShared<kHeadDim>& shar
 // The last CTA of a kv head: all heads over all parts, in part order.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_all_parts(const AttnArguments& a,
-                                                DecodeShared<kHeadDim>& shared,
-                                                const float2* norms, int first_head, int heads,
-                                                int parts) {
+                                                DecodeShared<kHeadDim>& shared, const float2* norms,
+                                                int first_head, int heads, int parts) {
   const int lane = threadIdx.x & 31;
   for (int h = threadIdx.x >> 5; h < heads; h += kWarps) {
     float2 part[kMaxSplits / 32];
@@ -331,7 +340,8 @@ __device__ __forceinline__ void merge_all_parts(const AttnArguments& a,
     const float* weight = shared.weight[i / kUnits];
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
-    for (int p = 0; p < parts; ++p) add_scaled(acc, weight[p], __ldcg(partials + p * part_units + i));
+    for (int p = 0; p < parts; ++p)
+      add_scaled(acc, weight[p], __ldcg(partials + p * part_units + i));
     out[i] = acc;
   }
 }
@@ -361,7 +371,9 @@ __device__ __forceinline__ float load_peer(uint32_t address) {
 __device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
   float2 d;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(d.x), "=f"(d.y) : "r"(address) : "memory");
+               : "=f"(d.x), "=f"(d.y)
+               : "r"(address)
+               : "memory");
   return d;
 }
 
@@ -385,8 +397,8 @@ __device__ __forceinline__ float merge_eight(const float2 (&norm)[kClusterCtas],
   return acc;
 }
 
-// CTA r of every cluster merges head r: over the cluster's CTAs through their shared memory, then, if there are
-// several live clusters, the last of them to arrive adds their results. Thread = dim.
+// CTA r of every cluster merges head r: over the cluster's CTAs through their shared memory, then,
+// if there are several live clusters, the last of them to arrive adds their results. Thread = dim.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_cluster(const AttnArguments& a,
                                               DecodeShared<kHeadDim>& shared, float2* norms,
@@ -416,7 +428,8 @@ __device__ __forceinline__ void merge_cluster(const AttnArguments& a,
 
   const int clusters = (splits_live + kClusterCtas - 1) / kClusterCtas;
   if (clusters == 1) {
-    if (takes_part) a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
+    if (takes_part)
+      a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
   } else if (rank < heads) {
     const int64_t part_floats = static_cast<int64_t>(a.n_q) * kHeadDim;
     float* partial = a.partials + static_cast<int64_t>(head) * kHeadDim + dim;
@@ -440,7 +453,7 @@ static_assert(kMaxSplits / kClusterCtas <= kClusterCtas, "merge_eight takes the 
 
 #endif  // DECODEV2_HOPPER
 
-// ---- decode ------------------------------------------------------------------------------------------
+// ---- decode -------------------------------------------------------------------------------------
 
 template <int kHeadDim, int kCluster, bool kRope>
 __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments a) {
@@ -478,7 +491,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   const bool stored = kRope && in_cache(position, a.max_seq);
   const int64_t wanted = kRope ? position + 1 : given_length;
   const int length = static_cast<int>(wanted < 0 ? 0 : wanted < a.max_seq ? wanted : a.max_seq);
-  const int readable = stored ? length - 1 : length;  // rows of the cache; the new row may be being written
+  const int readable = stored ? length - 1 : length;  // the new row may be being written
   const int splits_live = max(1, min(splits, (length + kTile - 1) / kTile));
   const bool has_work = split < splits_live;
   if (kCluster == 1 || splits_live == 1) {
@@ -501,7 +514,8 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
       live[pair] = low;
       live[pair + kHalf] = high;
       if (head_block == 0) {
-        uint16_t* slot = (thread < kHalf ? a.k_cache : a.v_cache) + position * stride + kv_head * kHeadDim;
+        uint16_t* slot =
+            (thread < kHalf ? a.k_cache : a.v_cache) + position * stride + kv_head * kHeadDim;
         slot[pair] = low;
         slot[pair + kHalf] = high;
       }
@@ -584,8 +598,8 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   }
   __syncthreads();
 
-  float2* norms = reinterpret_cast<float2*>(
-      a.partials + static_cast<int64_t>(splits / kCluster) * a.n_q * kHeadDim);
+  float2* norms = reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(splits / kCluster) *
+                                                             a.n_q * kHeadDim);
   if (has_work) {
     float4* out = reinterpret_cast<float4*>(a.out) + static_cast<int64_t>(first_head) * kUnits;
     float4* partial = reinterpret_cast<float4*>(a.partials) +
@@ -617,7 +631,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   }
 }
 
-// ---- rope_kv -----------------------------------------------------------------------------------------
+// ---- rope_kv ------------------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(kRopeThreads) rope_kv_kernel(AttnArguments a) {
   let_dependents_launch();
@@ -653,13 +667,16 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kv_kernel(AttnArguments a) 
   slot[half] = to_bf16(second);
 }
 
-// ---- prefill -----------------------------------------------------------------------------------------
+// ---- prefill ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_16_or_zero(uint32_t to, const void* from, bool readable) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(readable ? 16 : 0) : "memory");
+               "r"(readable ? 16 : 0)
+               : "memory");
 }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -667,15 +684,19 @@ __device__ __forceinline__ void copies_wait() {
 
 __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
 }
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
 }
 
-// Byte offset of 16-byte unit u of row r in a [64][head_dim] bf16 tile: eight rows of one unit column lie in
-// eight different 16-byte bank groups.
+// Byte offset of 16-byte unit u of row r in a [64][head_dim] bf16 tile: eight rows of one unit
+// column lie in eight different 16-byte bank groups.
 template <int kHeadDim>
 __device__ __forceinline__ int tile_offset(int r, int u) {
   constexpr int kUnits = kHeadDim / 8;
@@ -690,8 +711,9 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
   constexpr int kWarpKeys = kTile / kKeySplits;
   constexpr int kSteps = kHeadDim / 16, kUnits = kHeadDim / 8;
   constexpr int kTileBytes = kTile * kHeadDim * 2;
-  constexpr int kChains = kWarpKeys == 16 ? 2 : 1;  // few keys: high and low parts add up side by side
-  extern __shared__ __align__(128) uint8_t shared_bytes[];  // [2 stages][keys, values][64][head_dim]
+  constexpr int kChains = kWarpKeys == 16 ? 2 : 1;  // few keys: high and low parts side by side
+  // [2 stages][keys, values][64][head_dim]
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
   let_dependents_launch();
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int g = lane >> 2, t = lane & 3;
@@ -760,25 +782,25 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
     if (first_key < warp_length) {
       const uint32_t keys = tiles_at + (tile & 1) * 2 * kTileBytes, values = keys + kTileBytes;
       float chains[kChains][kWarpKeys / 8][4] = {};
-      // B operand of two products at once: lanes 0-7 name rows 0-7 dims 0-7, 8-15 the same rows dims 8-15,
-      // 16-31 rows 8-15
+      // B operand of two products at once: lanes 0-7 name rows 0-7 dims 0-7, 8-15 the same rows
+      // dims 8-15, 16-31 rows 8-15
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 16; ++n) {
           uint32_t b[4];
-          load_matrices(b, keys + tile_offset<kHeadDim>(
-                                      key0 + 16 * n + (lane & 7) + ((lane >> 4) << 3),
-                                      2 * step + ((lane >> 3) & 1)));
+          load_matrices(
+              b, keys + tile_offset<kHeadDim>(key0 + 16 * n + (lane & 7) + ((lane >> 4) << 3),
+                                              2 * step + ((lane >> 3) & 1)));
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             mma_bf16(chains[0][2 * n + e], q_high[step][0], q_high[step][1], q_high[step][2],
                      q_high[step][3], b[2 * e], b[2 * e + 1]);
-            mma_bf16(chains[kChains - 1][2 * n + e], q_low[step][0], q_low[step][1],
-                     q_low[step][2], q_low[step][3], b[2 * e], b[2 * e + 1]);
+            mma_bf16(chains[kChains - 1][2 * n + e], q_low[step][0], q_low[step][1], q_low[step][2],
+                     q_low[step][3], b[2 * e], b[2 * e + 1]);
           }
         }
-      float(&s)[kWarpKeys / 8][4] = chains[0];
+      float (&s)[kWarpKeys / 8][4] = chains[0];
       if constexpr (kChains > 1) {
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 8; ++n)
@@ -824,10 +846,10 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
                      p_high[e], p_low[e]);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          uint32_t b[4];  // lanes 0-7 keys 0-7 dims 0-7, 8-15 keys 8-15, 16-31 the same of dims 8-15
-          load_matrices_transposed(b, values + tile_offset<kHeadDim>(
-                                                   key0 + 16 * n + (lane & 15),
-                                                   2 * step + (lane >> 4)));
+          // lanes 0-7 name keys 0-7 dims 0-7, 8-15 keys 8-15, 16-31 the same keys' dims 8-15
+          uint32_t b[4];
+          load_matrices_transposed(b, values + tile_offset<kHeadDim>(key0 + 16 * n + (lane & 15),
+                                                                     2 * step + (lane >> 4)));
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             mma_bf16(acc[2 * step + e], p_high[0], p_high[1], p_high[2], p_high[3], b[2 * e],
@@ -850,8 +872,8 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
   if constexpr (kKeySplits > 1) {
     // The warps of a row tile add their partials, in order, through the memory of the tiles.
     copies_wait<0>();
-    float2* norms = reinterpret_cast<float2*>(shared_bytes);              // [4 warps][16 rows]
-    float* parts = reinterpret_cast<float*>(shared_bytes + kWarps * 16 * 8);  // [4 warps][16][head_dim]
+    float2* norms = reinterpret_cast<float2*>(shared_bytes);       // [4 warps][16 rows]
+    float* parts = reinterpret_cast<float*>(norms + kWarps * 16);  // [4 warps][16][head_dim]
     __syncthreads();
     if (t == 0) {
       norms[warp * 16 + g] = make_float2(m[0], sum[0]);
@@ -877,11 +899,13 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
         const float2 norm = norms[w * 16 + r % 16];
         const float by = partial_weight(norm.x, top);
         total += by * norm.y;
-        add_scaled(v, by, *reinterpret_cast<const float4*>(parts + (w * 16 + r % 16) * kHeadDim + d));
+        add_scaled(v, by,
+                   *reinterpret_cast<const float4*>(parts + (w * 16 + r % 16) * kHeadDim + d));
       }
       const float by = reciprocal_or_zero(total);
       const int64_t at =
-          (static_cast<int64_t>(row / group) * a.n_q + kv_head * group + row % group) * kHeadDim + d;
+          (static_cast<int64_t>(row / group) * a.n_q + kv_head * group + row % group) * kHeadDim +
+          d;
       *reinterpret_cast<float4*>(a.out + at) = make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
     }
   } else {
@@ -897,7 +921,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
   }
 }
 
-// ---- launching ---------------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 template <int kHeadDim, int kCluster, bool kRope>
 cudaError_t launch_decode_as(const AttnArguments& a, bool pdl, cudaStream_t stream) {
@@ -968,14 +992,18 @@ cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cud
   if (!valid_shape(a) || a.n != 1) return cudaErrorInvalidValue;
   const bool hopper = hopper_or_newer(), pdl = plan.pdl && hopper;
   if (plan.merge == AttnMerge::kCluster && !hopper) return cudaErrorNotSupported;
-  const bool cluster = plan.merge == AttnMerge::kCluster ||
-                       (plan.merge == AttnMerge::kAuto && hopper &&
-                        decode_splits(a.n_kv, a.max_seq) > 1);
+  const bool cluster =
+      plan.merge == AttnMerge::kCluster ||
+      (plan.merge == AttnMerge::kAuto && hopper && decode_splits(a.n_kv, a.max_seq) > 1);
   switch (a.head_dim) {
-    case 16: return launch_decode<16>(a, cluster, plan.rope, pdl, stream);
-    case 32: return launch_decode<32>(a, cluster, plan.rope, pdl, stream);
-    case 64: return launch_decode<64>(a, cluster, plan.rope, pdl, stream);
-    case 128: return launch_decode<128>(a, cluster, plan.rope, pdl, stream);
+    case 16:
+      return launch_decode<16>(a, cluster, plan.rope, pdl, stream);
+    case 32:
+      return launch_decode<32>(a, cluster, plan.rope, pdl, stream);
+    case 64:
+      return launch_decode<64>(a, cluster, plan.rope, pdl, stream);
+    case 128:
+      return launch_decode<128>(a, cluster, plan.rope, pdl, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -991,10 +1019,14 @@ cudaError_t launch_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cu
   if (!valid_shape(a)) return cudaErrorInvalidValue;
   const bool pdl = plan.pdl && hopper_or_newer();
   switch (a.head_dim) {
-    case 16: return launch_prefill<16>(a, plan.key_splits, pdl, stream);
-    case 32: return launch_prefill<32>(a, plan.key_splits, pdl, stream);
-    case 64: return launch_prefill<64>(a, plan.key_splits, pdl, stream);
-    case 128: return launch_prefill<128>(a, plan.key_splits, pdl, stream);
+    case 16:
+      return launch_prefill<16>(a, plan.key_splits, pdl, stream);
+    case 32:
+      return launch_prefill<32>(a, plan.key_splits, pdl, stream);
+    case 64:
+      return launch_prefill<64>(a, plan.key_splits, pdl, stream);
+    case 128:
+      return launch_prefill<128>(a, plan.key_splits, pdl, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -1,8 +1,9 @@
-// What the attention kernels share: bf16 packing, the bf16 tensor-core product, RoPE of one pair, and the
-// arithmetic of merging online-softmax partials. Torch-free.
+// What the attention kernels share: bf16 packing, the bf16 tensor-core product, RoPE of one pair,
+// and the arithmetic of merging online-softmax partials. Torch-free.
 #pragma once
-#include <cstdint>
 #include <cuda_bf16.h>
+
+#include <cstdint>
 
 #include "device.cuh"
 #include "launch.h"
@@ -19,8 +20,8 @@ __device__ __forceinline__ float exp2_approx(float v) {
   return d;
 }
 
-// Weight of a partial with maximum m when the maximum of all is `top`. A partial that saw no key has
-// m = -inf and weighs 0; -inf - -inf is never formed.
+// Weight of a partial with maximum m when the maximum of all is `top`. A partial that saw no key
+// has m = -inf and weighs 0; -inf - -inf is never formed.
 __device__ __forceinline__ float partial_weight(float m, float top) {
   return m == kMinusInfinity ? 0.0f : exp2_approx(m - top);
 }
@@ -29,7 +30,7 @@ __device__ __forceinline__ float reciprocal_or_zero(float sum) {
   return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
-// ---- bf16 --------------------------------------------------------------------------------------------
+// ---- bf16 ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -45,8 +46,9 @@ __device__ __forceinline__ uint16_t to_bf16(float v) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(v));
 }
 
-// Two floats as bf16 `high` plus bf16 `low`: together 16 bits of mantissa, so that a product with bf16 keys or
-// values is as good as float32. An infinite or NaN value has no remainder (inf - inf would be NaN).
+// Two floats as bf16 `high` plus bf16 `low`: together 16 bits of mantissa, so that a product with
+// bf16 keys or values is as good as float32. An infinite or NaN value has no remainder (inf - inf
+// would be NaN).
 __device__ __forceinline__ void split_bf16(float a, float b, uint32_t& high, uint32_t& low) {
   high = pack_bf16(a, b);
   const float a_high = bf16_low(high), b_high = bf16_high(high);
@@ -63,10 +65,10 @@ __device__ __forceinline__ void mma_bf16(float* c, uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// ---- RoPE --------------------------------------------------------------------------------------------
+// ---- RoPE ---------------------------------------------------------------------------------------
 
-// rotate-half: the pair (x[d], x[d + head_dim / 2]) turns by the angle of d. cos and sin are the table's first
-// half (both halves hold the same values).
+// rotate-half: the pair (x[d], x[d + head_dim / 2]) turns by the angle of d. cos and sin are the
+// table's first half (both halves hold the same values).
 __device__ __forceinline__ void rotate_pair(float& first, float& second, float cos, float sin) {
   const float a = first, b = second;
   first = a * cos - b * sin;
@@ -82,11 +84,12 @@ __device__ __forceinline__ bool in_cache(int64_t position, int max_seq) {
   return position >= 0 && position < max_seq;
 }
 
-// ---- last arrival ------------------------------------------------------------------------------------
+// ---- last arrival -------------------------------------------------------------------------------
 
-// Called by all threads of a CTA after their partials are stored: true in the CTA that comes last of `parties`,
-// which may then read what the others stored. The counter is back at 0 afterwards.
-__device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties, uint32_t* shared_flag) {
+// Called by all threads of a CTA after their partials are stored: true in the CTA that comes last
+// of `parties`, which may then read what the others stored. The counter is back at 0 afterwards.
+__device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties,
+                                            uint32_t* shared_flag) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -97,7 +100,7 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties,
   return *shared_flag != 0;
 }
 
-// ---- host side ---------------------------------------------------------------------------------------
+// ---- host side ----------------------------------------------------------------------------------
 
 inline bool valid_shape(const AttnArguments& a) {
   return a.n >= 1 && a.n_kv >= 1 && a.n_q >= a.n_kv && a.n_q % a.n_kv == 0 && a.max_seq >= 1;

@@ -1,11 +1,14 @@
 // Attention rungs: earlier ideas, kept to be measured against attn_decode (attn.cu).
 //
 // Computes  the same as attn.cu
-// Owns      attn_one_warp          warp: one query head of one column, all its positions; after rope_kv
-//           attn_flash_two_launch  CTA (split s, query head): positions s, s + 32, ..., four warps in turn. Each CTA
-//                                  rotates its query and the new key itself, the first head of a group writes the
-//                                  cache. A second launch merges the 32 partials of a head.
-// Grid      one_warp (n_q, n), 32 threads; two_launch (32, n_q), 128 threads, then n_q CTAs of head_dim threads
+// Owns      attn_one_warp          warp: one query head of one column, all its positions; after
+//                                  rope_kv
+//           attn_flash_two_launch  CTA (split s, query head): positions s, s + 32, ..., four warps
+//                                  in turn. Each CTA rotates its query and the new key itself, the
+//                                  first head of a group writes the cache. A second launch merges
+//                                  the 32 partials of a head.
+// Grid      one_warp (n_q, n), 32 threads; two_launch (32, n_q), 128 threads, then n_q CTAs of
+//           head_dim threads
 // Layout    lane = head_dim / 32 consecutive dims (one dim, 16 lanes idle, for head_dim 16)
 // Floor     2 * live * n_q * head_dim * 2 bytes: every query head reads its keys and values again
 // Variants  attn_one_warp, attn_flash_two_launch
@@ -135,8 +138,8 @@ __global__ void __launch_bounds__(32 * kWarps) attn_flash_split_kernel(AttnArgum
   }
   if (thread < kHeadDim) a.partials[part * kHeadDim + thread] = total;
   if (thread == 0)
-    reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(kSplits) * a.n_q *
-                                               kHeadDim)[part] = make_float2(top, sum);
+    reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(kSplits) * a.n_q * kHeadDim)[part] =
+        make_float2(top, sum);
 }
 
 template <int kHeadDim>
@@ -144,8 +147,8 @@ __global__ void __launch_bounds__(kHeadDim) attn_flash_merge_kernel(AttnArgument
   let_dependents_launch();
   wait_for_predecessors();
   const int head = blockIdx.x, d = threadIdx.x;
-  const float2* norms = reinterpret_cast<const float2*>(
-      a.partials + static_cast<int64_t>(kSplits) * a.n_q * kHeadDim);
+  const float2* norms = reinterpret_cast<const float2*>(a.partials + static_cast<int64_t>(kSplits) *
+                                                                         a.n_q * kHeadDim);
   float top = kMinusInfinity, sum = 0.0f, acc = 0.0f;
   for (int s = 0; s < kSplits; ++s) top = fmaxf(top, norms[s * a.n_q + head].x);
   for (int s = 0; s < kSplits; ++s) {
@@ -177,10 +180,14 @@ cudaError_t launch_attn_one_warp(const AttnArguments& a, const AttnPlan& plan,
   if (!valid_shape(a)) return cudaErrorInvalidValue;
   const bool pdl = plan.pdl && hopper_or_newer();
   switch (a.head_dim) {
-    case 16: return launch_one_warp<16>(a, pdl, stream);
-    case 32: return launch_one_warp<32>(a, pdl, stream);
-    case 64: return launch_one_warp<64>(a, pdl, stream);
-    case 128: return launch_one_warp<128>(a, pdl, stream);
+    case 16:
+      return launch_one_warp<16>(a, pdl, stream);
+    case 32:
+      return launch_one_warp<32>(a, pdl, stream);
+    case 64:
+      return launch_one_warp<64>(a, pdl, stream);
+    case 128:
+      return launch_one_warp<128>(a, pdl, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -190,10 +197,14 @@ cudaError_t launch_attn_flash_two_launch(const AttnArguments& a, const AttnPlan&
   if (!valid_shape(a) || a.n != 1) return cudaErrorInvalidValue;
   const bool pdl = plan.pdl && hopper_or_newer();
   switch (a.head_dim) {
-    case 16: return launch_two<16>(a, pdl, stream);
-    case 32: return launch_two<32>(a, pdl, stream);
-    case 64: return launch_two<64>(a, pdl, stream);
-    case 128: return launch_two<128>(a, pdl, stream);
+    case 16:
+      return launch_two<16>(a, pdl, stream);
+    case 32:
+      return launch_two<32>(a, pdl, stream);
+    case 64:
+      return launch_two<64>(a, pdl, stream);
+    case 128:
+      return launch_two<128>(a, pdl, stream);
   }
   return cudaErrorInvalidValue;
 }

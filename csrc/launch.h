@@ -18,8 +18,9 @@ struct GemvArguments {
   const float* norm_weight;   // [cols] or null: x is normed on the way in
   const float* bias;          // [rows] or null
   const float* residual;      // [rows] or null; may be y
-  float* candidate_values;    // head: [grid], the best logit of each CTA
-  int* candidate_ids;         // head: [grid], its row, or -1
+  float* candidate_values;    // head: [candidates], the best logit of each CTA
+  int* candidate_ids;         // head: [candidates], its row, or -1
+  int candidates;             // head: slots, at least 2 per multiprocessor
   float eps;                  // of the norm
   int rows;                   // output rows; for swiglu: units
   int cols;                   // K
@@ -39,6 +40,7 @@ cudaError_t launch_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPla
 // ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
 
 enum class GemmKind { kPlain, kSwiglu };
+enum class GemmVariant { kPlain = 0, kBulk = 1 };
 
 struct GemmArguments {
   const uint8_t* panels;      // [tiles][groups * 544 B], nf4.cuh
@@ -60,17 +62,19 @@ struct GemmArguments {
 };
 
 struct GemmPlan {
+  GemmVariant variant;
   int multiprocessors;
   int shared_limit;  // bytes of shared memory a CTA may opt in to
   bool pdl;          // programmatic dependent launch; ignored below sm_90
 };
 
+GemmVariant choose_gemm_variant(int compute_capability, int shared_limit);
 // Workspace of one call; 0 for a shape or device that cannot run. Grows with n.
 size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan);
 // Two launches: x to half fragments, then the matrix. cudaErrorInvalidValue for sizes that do not fit together.
 cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
 
-// ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------------
+// ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------
 
 struct AttnArguments {
   float* q;                  // [n, n_q * head_dim] before RoPE; rope_kv rotates it in place
@@ -78,13 +82,14 @@ struct AttnArguments {
   const float* v;            // [n, n_kv * head_dim]
   const float* cos;          // [max_seq, head_dim], both halves filled
   const float* sin;          // [max_seq, head_dim]
-  const int64_t* position;   // [n] cache slot of each column; outside [0, max_seq) nothing is written
-  int32_t* valid_len;        // [n] live prefix. Written (position + 1) where RoPE is fused, else read
+  const int64_t* position;   // [n] cache slot; outside [0, max_seq) nothing is written to the cache
+  int32_t* valid_len;        // [n] live prefix: written (position + 1) if RoPE is fused, else read
   uint16_t* k_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
   uint16_t* v_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
   float* out;                // [n, n_q * head_dim]
   float* partials;           // scratch, attn_partial_floats(...)
   uint32_t* counters;        // [n_q]; zero once after allocation, every launch leaves them zero
+  int64_t ld_qkv;            // floats from one column's q (k, v) to the next: they may share wide rows
   int n;                     // columns
   int n_q;                   // query heads
   int n_kv;                  // key / value heads, divides n_q
@@ -92,8 +97,9 @@ struct AttnArguments {
   int max_seq;               // slots in the cache
 };
 
-// How the splits of attn_decode become one result: the CTA that arrives last adds all of them, or clusters of 8
-// CTAs add theirs through distributed shared memory first (sm_90 and newer). kAuto takes the better one.
+// How the splits of attn_decode become one result: the CTA that arrives last adds all of them, or
+// clusters of 8 CTAs add theirs through distributed shared memory first (sm_90 and newer). kAuto:
+// clusters where they exist and the cache has more than one split.
 enum class AttnMerge { kAuto = 0, kLastCta = 1, kCluster = 2 };
 
 struct AttnPlan {
@@ -118,7 +124,7 @@ cudaError_t launch_attn_one_warp(const AttnArguments& a, const AttnPlan& plan, c
 cudaError_t launch_attn_flash_two_launch(const AttnArguments& a, const AttnPlan& plan,
                                          cudaStream_t stream);
 
-// ---- step.cu: the small kernels of a step --------------------------------------------------------------
+// ---- step.cu: the small kernels of a step -------------------------------------------------------
 
 struct RmsArguments {
   const float* x;       // [n, hidden]
@@ -129,7 +135,8 @@ struct RmsArguments {
   int hidden;           // multiple of 4, at most 16384
 };
 
-// The embedding table: NF4 panels (nf4.cuh) or, for the small synthetic models, dense float32. One is null.
+// The embedding table: NF4 panels (nf4.cuh) or, for the small synthetic models, dense float32. One
+// of the two is null.
 struct EmbedTable {
   const uint8_t* panels;  // tiles of 16 rows
   const float* dense;     // [rows, hidden]
@@ -147,17 +154,19 @@ struct EmbedArguments {
   int n;
 };
 
-// What happens once the best id is known. next_token is always written: the id, or -1 when no candidate is a
-// number above -inf. With `token` not null the step also commits, unless `finished` is already set (after the end
-// next_token is still computed, token and position stay): token = next_token, position += 1,
-// finished |= next_token is in eos_ids. With `x` not null the embedding row of `token` is gathered for the next
-// step.
+// What happens once the best id is known. next_token is always written: the id, or -1 when no
+// candidate is a number above -inf. With `token` not null the step also commits: token becomes
+// next_token, position += 1, finished |= next_token is in eos_ids. Once finished is set next_token
+// is still computed, but token and position no longer move. With `x` not null the embedding row of
+// `token` is gathered for the next step.
 struct CommitArguments {
   int64_t* next_token;      // [1]
   int64_t* token;           // [1], or null: leave token, position and finished alone
   int64_t* position;        // [1]
   uint8_t* finished;        // [1]
   const int64_t* eos_ids;   // [8], unused slots -1
+  int64_t* history;         // [history_size] or null: the id that enters at each position
+  int64_t history_size;
   EmbedTable table;         // read only with x
   float* x;                 // [hidden], or null; needs token
 };

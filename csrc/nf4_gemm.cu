@@ -10,15 +10,15 @@
 //           that arrives last. Every order of addition depends on (rows, cols, device) alone: bits repeat, and a
 //           column's bits do not depend on its neighbours or on how many columns a call has.
 // Grid      prepare_columns: padded columns, 512 threads. nf4_gemm: min(row groups * splits, SMs), 384 threads
-// Shared    pair table 64 KB | ring of weight blocks, private to each lane (12 KB a step) | scales 6 KB | ring of
-//           column fragments, shared by the warps of a k group (column tiles * 1 KB a step); afterwards the sums
+// Shared    pair table | ring of weights, each warp's own | ring of column fragments, shared by the warps of a k
+//           group | barriers (bulk). Afterwards the weight ring takes the sums.
 // Layout    panels of nf4.cuh. Columns: [column block][k block of 64][tile of 8][2][32 lanes][16 B]: lane (g, t)
 //           reads column g, the four registers of MMAs 2i and 2i + 1 of the block, k = 32 i + {0, 8, 16, 24} + 2t
 //           + {0, 1}
 // Floor     the larger of rows * K_pad * 17 / 32 bytes at the card's read rate and 2 rows cols n operations
-// Variants  table   full     256 B rows, one byte permute per look-up
-//                   compact  128 B rows, one more shift, 32 KB: cards with 99 KB of shared memory per CTA
-//           columns 8, 16, 32, 48 or 64 per pass over the weights
+// Variants  plain   cp.async, block by block, table of 32 KB (one more shift per look-up); any architecture
+//           bulk    bulk copies of whole panels, table of 64 KB; sm_90 and newer with 227 KB of shared memory
+//           each for 8, 16, 32, 48 or 64 columns per pass over the weights
 #include "launch.h"
 #include "nf4.cuh"
 
@@ -29,8 +29,6 @@ constexpr int kWarps = 12;
 constexpr int kThreads = kWarps * 32;
 constexpr int kPrepareThreads = 512;
 constexpr int kColumnTileBytes = 1024;  // 64 k x 8 columns of half
-constexpr int kScaleSlotBytes = 128;    // 16 rows x 4 scales
-constexpr int kScaleBytes = kWarps * 2 * 2 * kScaleSlotBytes;
 constexpr int kMaxDepth = 4;
 
 // ---- how a matrix is divided --------------------------------------------------------------------------
@@ -42,28 +40,55 @@ struct Schedule {
   int splits;         // CTAs side by side in K
   int column_tiles;   // of 8 columns, in a column block
   int column_blocks;  // passes over the weights
-  int depth;          // column stages in flight; weights have one more
-  bool compact;       // 32 KB table
+  int depth;          // column stages
   int grid;
   int shared_bytes;
 };
 
-__host__ __device__ constexpr int ring_bytes(int depth) { return kWarps * 2 * kBlockCodes * (depth + 1); }
+// Regions of dynamic shared memory, in this order: table, weights, columns. Afterwards the sums of the warps,
+// [warp][piece][lane][4 floats], lie over the weights: with kBulk, each warp's over its own.
+template <GemmVariant kVariant>
+struct Shared;
 
-int shared_bytes(int k_groups, int column_tiles, int depth, bool compact) {
-  const int stream = ring_bytes(depth) + kScaleBytes + k_groups * depth * column_tiles * kColumnTileBytes;
-  const int sums = kWarps * 2 * column_tiles * 512;
-  return (compact ? kTableBytes / 2 : kTableBytes) + (stream > sums ? stream : sums);
+template <>
+struct Shared<GemmVariant::kPlain> {
+  static constexpr int kTable = kTableBytes / 2;
+  static constexpr int kScaleSlot = 128;  // 16 rows x 4 scales
+  static constexpr int kScales = kWarps * 2 * 2 * kScaleSlot;  // behind the codes: [warp][2 panels][2 tiles]
+  static __host__ __device__ constexpr int codes(int depth) { return kWarps * 2 * kBlockCodes * (depth + 1); }
+  static __host__ __device__ constexpr int weights(int depth) { return codes(depth) + kScales; }
+  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) { return depth * stage_bytes; }
+  static __host__ __device__ constexpr int sums(int column_tiles) { return 2 * column_tiles * 512; }  // from warp to warp
+};
+
+template <>
+struct Shared<GemmVariant::kBulk> {
+  static constexpr int kTable = kTableBytes;
+  static constexpr int kSlotFull = 2 * 2 * kPanelBytes;  // barriers behind a warp's panels
+  static constexpr int kWarpWeights = kSlotFull + 128;
+  static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
+  static constexpr int kStages = 128;
+  static __host__ __device__ constexpr int weights(int) { return kWarps * kWarpWeights; }
+  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) { return kStages + depth * stage_bytes; }
+  static __host__ __device__ constexpr int sums(int) { return kWarpWeights; }  // from warp to warp; spares the barriers
+};
+
+template <GemmVariant kVariant>
+int shared_bytes(int k_groups, int column_tiles, int depth) {
+  using S = Shared<kVariant>;
+  const int stream = S::weights(depth) + k_groups * S::columns(depth, column_tiles * kColumnTileBytes);
+  const int sums = kWarps * S::sums(column_tiles);
+  return S::kTable + (stream > sums ? stream : sums);
 }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 // Cycles of one CTA for a division, to compare divisions with each other: a tile block costs about 56 cycles of
-// an SM at 48 columns, a warp's step about 800, L2 delivers about 32 B per cycle and SM.
-void divide(int tiles, int groups, int multiprocessors, int min_pairs, Schedule* best) {
+// an SM at 48 columns, a warp's step about 800, L2 delivers about 32 B per cycle and SM. The columns of the call
+// have no say, so that they cannot change the order of additions.
+void divide(int tiles, int groups, int multiprocessors, Schedule* best) {
   double best_cycles = 1e30;
-  for (const int pairs : {6, 4, 3, 2}) {
-    if (pairs < min_pairs) continue;
+  for (const int pairs : {6, 4}) {
     const int k_groups = kWarps / pairs, needed = divide_up(tiles, 2 * pairs);
     int max_splits = needed < multiprocessors ? multiprocessors / needed : 1;
     if (max_splits > divide_up(groups, k_groups)) max_splits = divide_up(groups, k_groups);
@@ -90,21 +115,24 @@ void divide(int tiles, int groups, int multiprocessors, int min_pairs, Schedule*
 
 // False when the device has too little shared memory.
 bool make_schedule(int tiles, int groups, int n, const GemmPlan& plan, Schedule* s) {
-  s->compact = plan.shared_limit < 160 * 1024;
-  const int min_pairs = plan.shared_limit < shared_bytes(kWarps / 2, 8, 2, false) ? 4 : 2;
-  divide(tiles, groups, plan.multiprocessors, min_pairs, s);
+  divide(tiles, groups, plan.multiprocessors, s);
+  const auto bytes = [&](int column_tiles, int depth) {
+    return plan.variant == GemmVariant::kBulk ? shared_bytes<GemmVariant::kBulk>(s->k_groups, column_tiles, depth)
+                                              : shared_bytes<GemmVariant::kPlain>(s->k_groups, column_tiles, depth);
+  };
+  int widest = 0;
+  for (const int column_tiles : {1, 2, 4, 6, 8})
+    if (bytes(column_tiles, 2) <= plan.shared_limit) widest = column_tiles;
+  if (widest == 0) return false;
   const int all_column_tiles = divide_up(n, 8);
-  s->column_blocks = divide_up(all_column_tiles, s->compact ? 4 : 8);
-  const int wanted = divide_up(all_column_tiles, s->column_blocks);
+  s->column_blocks = divide_up(all_column_tiles, widest);
   for (const int column_tiles : {8, 6, 4, 2, 1})
-    if (column_tiles >= wanted) s->column_tiles = column_tiles;
-  for (s->depth = kMaxDepth; s->depth >= 2; --s->depth) {
-    s->shared_bytes = shared_bytes(s->k_groups, s->column_tiles, s->depth, s->compact);
-    if (s->shared_bytes <= plan.shared_limit) break;
-  }
+    if (column_tiles >= divide_up(all_column_tiles, s->column_blocks)) s->column_tiles = column_tiles;
+  for (s->depth = kMaxDepth; s->depth > 2 && bytes(s->column_tiles, s->depth) > plan.shared_limit;) --s->depth;
+  s->shared_bytes = bytes(s->column_tiles, s->depth);
   const int items = s->row_groups * s->splits;
   s->grid = items < plan.multiprocessors ? items : plan.multiprocessors;
-  return s->depth >= 2;
+  return true;
 }
 
 struct Workspace {  // byte offsets
@@ -269,6 +297,33 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const float* v
                : "memory");
 }
 
+// Generic accesses to shared memory so far come before this thread's later bulk copies.
+__device__ __forceinline__ void before_bulk_copies() {
+#ifdef DECODEV2_HOPPER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#ifdef DECODEV2_HOPPER
+
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Arrives once u and v are known. An arrive may overtake loads from shared memory that are still on their way; u and
+// v are sums of what was loaded last.
+__device__ __forceinline__ void arrive_after(uint32_t barrier, float u, float v) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.f32 p, %1, %2;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+      "f"(u), "f"(v)
+      : "memory");
+}
+
+#endif  // DECODEV2_HOPPER
+
 __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   const uint4 v = load_shared_16(address);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
@@ -293,9 +348,9 @@ __device__ __forceinline__ uint32_t look_up_compact(uint32_t table, uint32_t wor
   return d;
 }
 
-template <int kByte, bool kCompact>
+template <int kByte, GemmVariant kVariant>
 __device__ __forceinline__ uint32_t level_pair(uint32_t table, uint32_t word, uint32_t lane4) {
-  if constexpr (kCompact) return look_up_compact<kByte>(table, word, lane4);
+  if constexpr (kVariant == GemmVariant::kPlain) return look_up_compact<kByte>(table, word, lane4);
   else return look_up<kByte>(table, word, lane4);
 }
 
@@ -325,33 +380,36 @@ struct KernelArguments {
 };
 
 struct StepAddresses {  // in shared memory
-  uint32_t codes;       // this lane's 16 B of tile 0; tile 1 is kBlockCodes behind
-  uint32_t scale_lo;    // of row g, tile 0; tile 1 is kScaleSlotBytes behind
+  uint32_t codes;       // this lane's 16 B of tile 0
+  uint32_t scale_lo;    // of row g, tile 0
   uint32_t scale_hi;    // of row g + 8
   uint32_t columns;     // this lane's 16 B of column tile 0
 };
 
-template <int kTiles, int kColumnTiles, bool kCompact>
+template <int kTiles, int kColumnTiles, GemmVariant kVariant>
 __device__ __forceinline__ void multiply_step(float (&sum)[2][kColumnTiles][4], const StepAddresses& at,
                                               uint32_t table, uint32_t lane4) {
+  // from tile to tile, in bytes
+  constexpr int kCodesApart = kVariant == GemmVariant::kBulk ? kPanelBytes : kBlockCodes;
+  constexpr int kScalesApart = kVariant == GemmVariant::kBulk ? kPanelBytes : Shared<GemmVariant::kPlain>::kScaleSlot;
   uint32_t a[kTiles][4][4];
   float scale_lo[kTiles], scale_hi[kTiles];
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
-    const uint4 words = load_shared_16(at.codes + r * kBlockCodes);
-    scale_lo[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_lo + r * kScaleSlotBytes)));
-    scale_hi[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_hi + r * kScaleSlotBytes)));
+    const uint4 words = load_shared_16(at.codes + r * kCodesApart);
+    scale_lo[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_lo + r * kScalesApart)));
+    scale_hi[r] = __half2float(__ushort_as_half(load_shared_2(at.scale_hi + r * kScalesApart)));
     const uint32_t lo[2] = {words.x, words.y}, hi[2] = {words.z, words.w};
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-      a[r][2 * w][0] = level_pair<0, kCompact>(table, lo[w], lane4);
-      a[r][2 * w][1] = level_pair<0, kCompact>(table, hi[w], lane4);
-      a[r][2 * w][2] = level_pair<1, kCompact>(table, lo[w], lane4);
-      a[r][2 * w][3] = level_pair<1, kCompact>(table, hi[w], lane4);
-      a[r][2 * w + 1][0] = level_pair<2, kCompact>(table, lo[w], lane4);
-      a[r][2 * w + 1][1] = level_pair<2, kCompact>(table, hi[w], lane4);
-      a[r][2 * w + 1][2] = level_pair<3, kCompact>(table, lo[w], lane4);
-      a[r][2 * w + 1][3] = level_pair<3, kCompact>(table, hi[w], lane4);
+      a[r][2 * w][0] = level_pair<0, kVariant>(table, lo[w], lane4);
+      a[r][2 * w][1] = level_pair<0, kVariant>(table, hi[w], lane4);
+      a[r][2 * w][2] = level_pair<1, kVariant>(table, lo[w], lane4);
+      a[r][2 * w][3] = level_pair<1, kVariant>(table, hi[w], lane4);
+      a[r][2 * w + 1][0] = level_pair<2, kVariant>(table, lo[w], lane4);
+      a[r][2 * w + 1][1] = level_pair<2, kVariant>(table, hi[w], lane4);
+      a[r][2 * w + 1][2] = level_pair<3, kVariant>(table, lo[w], lane4);
+      a[r][2 * w + 1][3] = level_pair<3, kVariant>(table, hi[w], lane4);
     }
   }
 #pragma unroll
@@ -485,10 +543,9 @@ __device__ __forceinline__ void prefetch_weights(const KernelArguments& a, int i
 }
 
 // Adds up what the CTA's warps left in `sums`, [warp][piece][lane][4], and, split K, what the other CTAs left.
-template <int kColumnTiles>
+template <int kColumnTiles, GemmVariant kVariant>
 __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, int column_block, uint32_t sums,
                                             int thread) {
-  constexpr int kPieces = 2 * kColumnTiles;
   const Place p = find_place(a, item, thread);
   if (p.tiles == 0) return;
   const int pieces = p.tiles * kColumnTiles, first_column_tile = column_block * kColumnTiles;
@@ -504,7 +561,7 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   for (int piece = p.k_group; piece < pieces; piece += a.k_groups) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int k = 0; k < a.k_groups; ++k)
-      add(total, load_shared_float4(sums + ((k * a.pairs + p.pair) * kPieces + piece) * 512 + p.lane * 16));
+      add(total, load_shared_float4(sums + (k * a.pairs + p.pair) * Shared<kVariant>::sums(kColumnTiles) + piece * 512 + p.lane * 16));
     if (a.splits == 1) store(piece, total);
     else __stcg(reinterpret_cast<float4*>(partials + p.split * stride + piece * 128), total);
   }
@@ -528,129 +585,263 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   }
 }
 
-template <int kColumnTiles, bool kCompact>
-__device__ __forceinline__ void run_item(const KernelArguments& a, int item, int column_block, uint8_t* shared,
-                                         int thread, bool first) {
-  constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
-  const uint32_t table = shared_address(shared), stream = table + (kCompact ? kTableBytes / 2 : kTableBytes);
-  const uint32_t lane4 = opaque((thread & 31) * 4), lane16 = opaque((thread & 31) * 16);
-  float sum[2][kColumnTiles][4] = {};
-  {
-    const Place p = find_place(a, item, thread);
-    const uint32_t ring = stream + (thread >> 5) * (a.depth + 1) * 2 * kBlockCodes + lane16;
-    const uint32_t scales = stream + ring_bytes(a.depth) + (thread >> 5) * 4 * kScaleSlotBytes;
-    const uint32_t stages = stream + ring_bytes(a.depth) + kScaleBytes + p.k_group * a.depth * kStageBytes;
-    const uint32_t tile_bytes = a.groups * kBlockBytes;
-    const int block_end = p.block_begin + p.steps;
-    const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
-    const auto scale_slot = [&](int block) { return scales + ((block >> 2) & 1) * 2 * kScaleSlotBytes; };
-
-    int weights_block = p.block_begin;  // the next to fetch
-    const uint8_t* weights = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(weights_block) + lane16;
-    const auto fetch_weights = [&](int slot) {
-      if (weights_block < block_end) {
-        const int in_panel = weights_block & 3, width = panel_width(weights_block);
-        const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(weights_block) + lane16;
-        const uint8_t* const from_scales = weights + (width - in_panel) * kBlockCodes;
-        const bool new_panel = (in_panel == 0 || weights_block == p.block_begin) && p.lane < 2 * width;
-        if (p.tiles > 0) {
-          copy_16(to, weights);
-          if (new_panel) copy_16(scales_to, from_scales);
-        }
-        if (p.tiles > 1) {
-          copy_16(to + kBlockCodes, weights + tile_bytes);
-          if (new_panel) copy_16(scales_to + kScaleSlotBytes, from_scales + tile_bytes);
-        }
-        weights += in_panel == 3 ? kBlockCodes + kPanelBytes - kPanelBlocks * kBlockCodes : kBlockCodes;
-        ++weights_block;
-      }
-      commit_copies();
-    };
-
-    int columns_left = p.steps;  // to fetch
-    const uint32_t thread_in_group = (p.pair * 32 + p.lane) * 16;
-    const uint8_t* columns = a.columns + (static_cast<int64_t>(column_block) * a.groups + p.block_begin) * kStageBytes;
-    const auto fetch_columns = [&](int stage) {
-      if (columns_left > 0) {
-        const uint32_t to = stages + stage * kStageBytes;
-        for (uint32_t i = thread_in_group; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, columns + i);
-        columns += kStageBytes;
-        --columns_left;
-      }
-      commit_copies();
-    };
-
-    fetch_weights(0);
-    if (first) {  // weights are constants: they may be asked for before the kernels in front have finished
-      prefetch_weights(a, item, thread);
-      let_dependents_launch();
-      if constexpr (kCompact) build_compact_table(shared, thread, kThreads);
-      else build_pair_table(shared, thread, kThreads);
-      __syncthreads();
-      wait_for_predecessors();
-    }
-    for (int i = 0; i < a.depth - 1; ++i) {
-      fetch_columns(i);
-      fetch_weights(i + 1);
-    }
-
-    int stage = 0, slot = 0;
-    for (int block = p.block_begin; block < block_end; ++block) {
-      // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
-      if (a.depth == 2) wait_copies<1>();
-      else if (a.depth == 3) wait_copies<3>();
-      else wait_copies<5>();
-      sync_threads_of(1 + p.k_group, a.pairs * 32);
-      // into the room of the step before
-      fetch_columns((stage == 0 ? a.depth : stage) - 1);
-      fetch_weights((slot == 0 ? a.depth + 1 : slot) - 1);
-
-      const int width = panel_width(block);
-      StepAddresses at;
-      at.codes = ring + slot * 2 * kBlockCodes;
-      at.scale_lo = scale_slot(block) + ((p.lane >> 2) * width + (block & 3)) * 2;
-      at.scale_hi = at.scale_lo + 16 * width;
-      at.columns = stages + stage * kStageBytes + lane16;
-      if (p.tiles == 2) multiply_step<2, kColumnTiles, kCompact>(sum, at, table, lane4);
-      else if (p.tiles == 1) multiply_step<1, kColumnTiles, kCompact>(sum, at, table, lane4);
-      if (++stage == a.depth) stage = 0;
-      if (++slot == a.depth + 1) slot = 0;
-    }
-  }
-
-  __syncthreads();  // the rings are drained: their room takes the sums
-  const uint32_t mine = stream + (thread >> 5) * 2 * kColumnTiles * 512 + lane16;
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
-  __syncthreads();
-  finish_item<kColumnTiles>(a, opaque(item), column_block, stream, opaque(thread));
-  __syncthreads();  // the sums are read: the rings may fill again
+template <int kColumnTiles, GemmVariant kVariant>
+__device__ __forceinline__ void multiply_tiles(float (&sum)[2][kColumnTiles][4], int tiles, const StepAddresses& at,
+                                               uint32_t table, uint32_t lane4) {
+  if (tiles == 2) multiply_step<2, kColumnTiles, kVariant>(sum, at, table, lane4);
+  else if (tiles == 1) multiply_step<1, kColumnTiles, kVariant>(sum, at, table, lane4);
 }
 
-template <int kColumnTiles, bool kCompact>
+// The warp's slice of K, plain copies: every lane copies the codes it will read itself, a k group shares columns.
+template <int kColumnTiles>
+__device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4], const KernelArguments& a, int item,
+                                               int column_block, uint8_t* shared, int thread, bool first) {
+  using S = Shared<GemmVariant::kPlain>;
+  constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
+  const Place p = find_place(a, item, thread);
+  const uint32_t lane4 = opaque(p.lane * 4), lane16 = opaque(p.lane * 16), table = shared_address(shared);
+  const uint32_t ring = table + S::kTable + (thread >> 5) * (a.depth + 1) * 2 * kBlockCodes + lane16;
+  const uint32_t scales = table + S::kTable + S::codes(a.depth) + (thread >> 5) * 4 * S::kScaleSlot;
+  const uint32_t stages = table + S::kTable + S::weights(a.depth) + p.k_group * a.depth * kStageBytes;
+  const uint32_t tile_bytes = a.groups * kBlockBytes;
+  const int block_end = p.block_begin + p.steps;
+  const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
+  const auto scale_slot = [&](int block) { return scales + ((block >> 2) & 1) * 2 * S::kScaleSlot; };
+
+  int weights_block = p.block_begin;  // the next to fetch
+  const uint8_t* weights = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(weights_block) + lane16;
+  const auto fetch_weights = [&](int slot) {
+    if (weights_block < block_end) {
+      const int in_panel = weights_block & 3, width = panel_width(weights_block);
+      const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(weights_block) + lane16;
+      const uint8_t* const from_scales = weights + (width - in_panel) * kBlockCodes;
+      const bool new_panel = (in_panel == 0 || weights_block == p.block_begin) && p.lane < 2 * width;
+      if (p.tiles > 0) {
+        copy_16(to, weights);
+        if (new_panel) copy_16(scales_to, from_scales);
+      }
+      if (p.tiles > 1) {
+        copy_16(to + kBlockCodes, weights + tile_bytes);
+        if (new_panel) copy_16(scales_to + S::kScaleSlot, from_scales + tile_bytes);
+      }
+      weights += in_panel == 3 ? kPanelBytes - 3 * kBlockCodes : kBlockCodes;
+      ++weights_block;
+    }
+    commit_copies();
+  };
+  int columns_left = p.steps;  // to fetch
+  const uint8_t* columns = a.columns + (static_cast<int64_t>(column_block) * a.groups + p.block_begin) * kStageBytes;
+  const auto fetch_columns = [&](int stage) {
+    if (columns_left > 0) {
+      const uint32_t to = stages + stage * kStageBytes;
+      for (uint32_t i = (p.pair * 32 + p.lane) * 16; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, columns + i);
+      columns += kStageBytes;
+      --columns_left;
+    }
+    commit_copies();
+  };
+
+  fetch_weights(0);
+  if (first) {  // weights are constants: they may be asked for before the kernels in front have finished
+    prefetch_weights(a, item, thread);
+    let_dependents_launch();
+    build_compact_table(shared, thread, kThreads);
+    __syncthreads();
+    wait_for_predecessors();
+  }
+  for (int i = 0; i < a.depth - 1; ++i) {
+    fetch_columns(i);
+    fetch_weights(i + 1);
+  }
+  int stage = 0, slot = 0;
+  for (int block = p.block_begin; block < block_end; ++block) {
+    // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
+    if (a.depth == 2) wait_copies<1>();
+    else if (a.depth == 3) wait_copies<3>();
+    else wait_copies<5>();
+    sync_threads_of(1 + p.k_group, a.pairs * 32);
+    // into the room of the step before
+    fetch_columns((stage == 0 ? a.depth : stage) - 1);
+    fetch_weights((slot == 0 ? a.depth + 1 : slot) - 1);
+
+    const int width = panel_width(block);
+    StepAddresses at;
+    at.codes = ring + slot * 2 * kBlockCodes;
+    at.scale_lo = scale_slot(block) + ((p.lane >> 2) * width + (block & 3)) * 2;
+    at.scale_hi = at.scale_lo + 16 * width;
+    at.columns = stages + stage * kStageBytes + lane16;
+    multiply_tiles<kColumnTiles, GemmVariant::kPlain>(sum, p.tiles, at, table, lane4);
+    if (++stage == a.depth) stage = 0;
+    if (++slot == a.depth + 1) slot = 0;
+  }
+}
+
+#ifdef DECODEV2_HOPPER
+
+// Bulk copies bring whole panels for one warp and one block of columns for a k group. One lane of each warp asks for
+// the warp's weights, the first warp of a k group for its columns. `passed`: items this CTA has finished; a CTA that
+// has several keeps its slice of K, so it tells where the rings stand.
+template <int kColumnTiles>
+__device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], const KernelArguments& a, int item,
+                                              int column_block, uint8_t* shared, int thread, int passed) {
+  using S = Shared<GemmVariant::kBulk>;
+  constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
+  const Place p = find_place(a, item, thread);
+  const uint32_t lane4 = opaque(p.lane * 4), lane16 = opaque(p.lane * 16), table = shared_address(shared);
+  // [2 slots][2 tiles] of panels, 2 barriers: a slot has landed
+  const uint32_t weights = table + S::kTable + (thread >> 5) * S::kWarpWeights;
+  // barriers: a stage has landed, a stage is free; then the stages
+  const uint32_t columns = table + S::kTable + S::weights(0) + p.k_group * S::columns(a.depth, kStageBytes);
+  const int block_end = p.block_begin + p.steps;
+  const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
+
+  const auto fetch_weights = [&](int block, int slot) {  // from `block` to the end of its panel or of the slice
+    if (p.lane != 0 || block >= block_end) return;
+    const uint64_t policy = a.column_blocks > 1 ? evict_normal_policy() : evict_first_policy();
+    const int in_panel = block & 3, width = panel_width(block), end = min(width, block_end - (block & ~3));
+    const uint32_t scales = width * 32, tile_bytes = a.groups * kBlockBytes;
+    uint32_t bytes = (end - in_panel) * kBlockCodes;
+    if (end == width) bytes += scales;  // the scales follow at once
+    const uint8_t* from = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(block);
+    uint32_t to = weights + slot * 2 * kPanelBytes + in_panel * kBlockCodes;
+    const uint32_t full = weights + S::kSlotFull + slot * 8;
+    barrier_expect(full, p.tiles * (bytes + (end == width ? 0 : scales)));
+#pragma unroll 1
+    for (int r = 0; r < p.tiles; ++r) {
+      bulk_copy(to, from, bytes, full, policy);
+      const int behind = (width - in_panel) * kBlockCodes;
+      if (end != width) bulk_copy(to + behind, from + behind, scales, full, policy);
+      from += tile_bytes;
+      to += kPanelBytes;
+    }
+  };
+  const auto fetch_columns = [&](int block, int stage, int phase) {
+    if (p.lane != 0 || p.pair != 0 || block >= block_end) return;
+    const uint8_t* from = a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
+    const uint32_t full = columns + stage * 8;
+    barrier_wait(columns + S::kStageFree + stage * 8, phase ^ 1);  // since the round before; the first round passes
+    barrier_expect(full, kStageBytes);
+    bulk_copy(columns + S::kStages + stage * kStageBytes, from, kStageBytes, full, evict_normal_policy());
+  };
+
+  if (passed == 0) {
+    if (p.lane == 0) {
+      barrier_init(weights + S::kSlotFull, 1);
+      barrier_init(weights + S::kSlotFull + 8, 1);
+      if (p.pair == 0) {
+#pragma unroll 1
+        for (int stage = 0; stage < a.depth; ++stage) {
+          barrier_init(columns + stage * 8, 1);
+          barrier_init(columns + S::kStageFree + stage * 8, a.pairs);
+        }
+      }
+      barriers_visible();
+    }
+    __syncthreads();
+  }
+  const int panels = p.steps == 0 ? 0 : (block_end - 1) / 4 - p.block_begin / 4 + 1;
+  int slot = passed * panels & 1, slot_phase = passed * panels >> 1 & 1;
+  int stage = passed * p.steps % a.depth, phase = passed * p.steps / a.depth & 1;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, slot ^ i);
+  if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
+    let_dependents_launch();
+    build_pair_table(shared, thread, kThreads);
+    __syncthreads();
+    wait_for_predecessors();
+  }
+#pragma unroll 1
+  for (int i = 0; i < a.depth - 1; ++i) {
+    const int round = stage + i >= a.depth;
+    fetch_columns(p.block_begin + i, stage + i - round * a.depth, phase ^ round);
+  }
+
+  for (int block = p.block_begin; block < block_end;) {
+    const int width = panel_width(block), panel_end = min((block | 3) + 1, block_end);
+    StepAddresses at;
+    at.codes = weights + slot * 2 * kPanelBytes + (block & 3) * kBlockCodes + lane16;
+    at.scale_lo = weights + slot * 2 * kPanelBytes + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
+    at.scale_hi = at.scale_lo + 16 * width;
+    barrier_wait(weights + S::kSlotFull + slot * 8, slot_phase);
+    for (; block < panel_end; ++block) {
+      // depth - 1 steps ahead, into the room of the step before
+      fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1, stage == 0 ? phase : phase ^ 1);
+      at.columns = columns + S::kStages + stage * kStageBytes + lane16;
+      barrier_wait(columns + stage * 8, phase);
+      multiply_tiles<kColumnTiles, GemmVariant::kBulk>(sum, p.tiles, at, table, lane4);
+      __syncwarp();
+      if (p.lane == 0)
+        arrive_after(columns + S::kStageFree + stage * 8, sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
+      if (++stage == a.depth) stage = 0, phase ^= 1;
+      at.codes += kBlockCodes;
+      at.scale_lo += 2;
+      at.scale_hi += 2;
+    }
+    fetch_weights((panel_end | 3) + 1, slot);  // the panel after the next takes this one's room
+    slot_phase ^= slot;
+    slot ^= 1;
+  }
+}
+
+#endif  // DECODEV2_HOPPER
+
+template <int kColumnTiles, GemmVariant kVariant>
 __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  bool first = true;
-  for (int item = blockIdx.x; item < a.row_groups * a.splits; item += gridDim.x) {
+  for (int i = blockIdx.x; i < a.row_groups * a.splits; i += gridDim.x) {
     for (int column_block = 0; column_block < a.column_blocks; ++column_block) {
-      run_item<kColumnTiles, kCompact>(a, opaque(item), column_block, shared, opaque(threadIdx.x), first);
-      first = false;
+      const int item = opaque(i), thread = opaque(threadIdx.x);
+      const int passed = (i - blockIdx.x) / gridDim.x * a.column_blocks + column_block;  // items so far
+      float sum[2][kColumnTiles][4] = {};
+      if constexpr (kVariant == GemmVariant::kPlain) {
+        multiply_plain<kColumnTiles>(sum, a, item, column_block, shared, thread, passed == 0);
+      } else {
+#ifdef DECODEV2_HOPPER
+        multiply_bulk<kColumnTiles>(sum, a, item, column_block, shared, thread, passed);
+#endif
+      }
+
+      if constexpr (kVariant == GemmVariant::kPlain) __syncthreads();  // the rings are drained, sums take their room
+      const uint32_t sums = shared_address(shared) + Shared<kVariant>::kTable;
+      const uint32_t mine = sums + (threadIdx.x >> 5) * Shared<kVariant>::sums(kColumnTiles) + (threadIdx.x & 31) * 16;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j)
+          store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
+      __syncthreads();
+      finish_item<kColumnTiles, kVariant>(a, opaque(i), column_block, sums, opaque(threadIdx.x));
+      if constexpr (kVariant == GemmVariant::kBulk) before_bulk_copies();
+      __syncthreads();  // the sums are read: the rings may fill again
     }
   }
 }
 
-template <int kColumnTiles, bool kCompact>
+template <int kColumnTiles, GemmVariant kVariant>
 cudaError_t start(const KernelArguments& a, const Schedule& s, bool pdl, cudaStream_t stream) {
-  const auto kernel = nf4_gemm<kColumnTiles, kCompact>;
+  const auto kernel = nf4_gemm<kColumnTiles, kVariant>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes);
   if (error != cudaSuccess) return error;
   return launch(kernel, s.grid, kThreads, s.shared_bytes, stream, pdl, a);
 }
 
+template <GemmVariant kVariant>
+cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl, cudaStream_t stream) {
+  switch (s.column_tiles) {
+    case 1: return start<1, kVariant>(a, s, pdl, stream);
+    case 2: return start<2, kVariant>(a, s, pdl, stream);
+    case 4: return start<4, kVariant>(a, s, pdl, stream);
+    case 6: return start<6, kVariant>(a, s, pdl, stream);
+    default: return start<8, kVariant>(a, s, pdl, stream);
+  }
+}
+
 }  // namespace
+
+GemmVariant choose_gemm_variant(int compute_capability, int shared_limit) {
+  return compute_capability >= 90 && shared_limit >= 227 * 1024 ? GemmVariant::kBulk : GemmVariant::kPlain;
+}
 
 size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) {
   Schedule s;
@@ -707,20 +898,8 @@ cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPla
   k.column_blocks = s.column_blocks;
   k.depth = s.depth;
   k.swiglu = swiglu;
-  if (s.compact) {
-    switch (s.column_tiles) {
-      case 1: return start<1, true>(k, s, plan.pdl, stream);
-      case 2: return start<2, true>(k, s, plan.pdl, stream);
-      default: return start<4, true>(k, s, plan.pdl, stream);
-    }
-  }
-  switch (s.column_tiles) {
-    case 1: return start<1, false>(k, s, plan.pdl, stream);
-    case 2: return start<2, false>(k, s, plan.pdl, stream);
-    case 4: return start<4, false>(k, s, plan.pdl, stream);
-    case 6: return start<6, false>(k, s, plan.pdl, stream);
-    default: return start<8, false>(k, s, plan.pdl, stream);
-  }
+  return plan.variant == GemmVariant::kBulk ? start_columns<GemmVariant::kBulk>(k, s, plan.pdl, stream)
+                                            : start_columns<GemmVariant::kPlain>(k, s, plan.pdl, stream);
 }
 
 }  // namespace decodev2

@@ -168,6 +168,8 @@ __device__ __forceinline__ void finish_cta(const GemvArguments& a, int lane, Bes
       a.candidate_values[blockIdx.x] = best.value;
       a.candidate_ids[blockIdx.x] = best.id;
     }
+    if (blockIdx.x == 0)  // another grid may have filled more slots before
+      for (int i = gridDim.x + lane; i < a.candidates; i += 32) a.candidate_ids[i] = -1;
   }
 }
 

@@ -40,6 +40,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.residual = data_or_null<const float>(residual);
   a.candidate_values = data_or_null<float>(candidate_values);
   a.candidate_ids = data_or_null<int>(candidate_ids);
+  a.candidates = candidate_ids ? static_cast<int>(candidate_ids->numel()) : 0;
   a.eps = static_cast<float>(eps);
   a.rows = static_cast<int>(rows);
   a.cols = static_cast<int>(cols);

@@ -2,17 +2,18 @@
 //
 // Computes  rms         y[i] = x[i] * rsqrt(mean(x[i]^2) + eps) * weight
 //           embed_rows  x[i] = row token[i] of the table; valid_len[i] = position[i] + 1
-//           commit      next_token = best candidate of the head; then, if asked, token, position, finished and the
-//                       next x (rules at CommitArguments, launch.h)
+//           commit      next_token = best candidate of the head; then, if asked, token, position,
+//                       finished and the next x (rules at CommitArguments, launch.h)
 //           argmax      the same from the logits, in one launch
-// Owns      rms, embed_rows: one CTA per row. commit: one CTA. argmax: CTA = a slice of the logits; the CTA that
-//           arrives last reduces the slices and commits.
-// Grid      rms n x (hidden / 4 rounded to warps, at most 1024); embed_rows n x 256; commit 1 x 256;
-//           argmax min(132, vocab / 1024) x 256. Shared memory: a few hundred bytes
-// Layout    a candidate is one 64-bit key: the logit's bits, made to order as integers, above the complement of its
-//           id. The greatest key is the greatest logit and, in a tie, the lowest id, whatever the order of the
-//           reduction; 0 is "none" (NaN and -inf never win).
-// Floor     rms 8 * hidden bytes; embed_rows 4.25 / 8 * hidden; argmax 4 * vocab: all far below a launch
+// Owns      rms, embed_rows: one CTA per row. commit: one CTA. argmax: CTA = a slice of the logits;
+//           the CTA that arrives last reduces the slices and commits.
+// Grid      CTAs x threads: rms n x (hidden / 4 in whole warps, at most 1024), embed_rows n x 256,
+//           commit 1 x 256, argmax min(132, vocab / 1024) x 256. Shared: under 200 bytes
+// Layout    a candidate is one 64-bit key: the logit's bits, made to order as integers, above the
+//           complement of its id. The greatest key is the greatest logit and, in a tie, the lowest
+//           id, whatever the order of the reduction; 0 is "none" (NaN and -inf never win).
+// Floor     rms 8 * hidden bytes; embed_rows 4.25 / 8 * hidden; argmax 4 * vocab: all far below a
+//           launch
 // Variants  argmax over the logits; commit from the candidates of the head
 #include <cuda_fp16.h>
 
@@ -29,7 +30,7 @@ constexpr int kThreads = 256;
 constexpr int kRmsQuads = 4;  // float4 per thread at most
 constexpr int kEosIds = 8;
 
-// ---- rms ---------------------------------------------------------------------------------------------
+// ---- rms ----------------------------------------------------------------------------------------
 
 template <int kQuads>
 __global__ void __launch_bounds__(1024) rms_kernel(RmsArguments a) {
@@ -40,7 +41,11 @@ __global__ void __launch_bounds__(1024) rms_kernel(RmsArguments a) {
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {  // a constant: may be read ahead
     const int at = thread + i * blockDim.x;
-    if (at < quads) weight[i] = __ldg(reinterpret_cast<const float4*>(a.weight) + at);
+    if (at < quads) {
+      const uint4 bits = load_weights_16(a.weight + 4 * at);  // volatile: stays ahead of the wait
+      weight[i] = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y),
+                              __uint_as_float(bits.z), __uint_as_float(bits.w));
+    }
   }
   wait_for_predecessors();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * quads;
@@ -69,15 +74,15 @@ __global__ void __launch_bounds__(1024) rms_kernel(RmsArguments a) {
   }
 }
 
-// ---- embedding ---------------------------------------------------------------------------------------
+// ---- embedding ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void stage_levels(float* levels) {
   if (threadIdx.x < 16) levels[threadIdx.x] = kNf4Levels[threadIdx.x];
   __syncthreads();
 }
 
-// x = row `id` of the table, by all threads of the CTA. levels: the NF4 levels in shared memory. A thread takes the
-// 8 bytes (16 columns) of one block that one lane of a product would.
+// x = row `id` of the table, by all threads of the CTA. levels: the NF4 levels in shared memory. A
+// thread takes the 8 bytes (16 columns) of one block that one lane of a product would.
 __device__ void gather_row(const EmbedTable& table, int64_t id, float* x, const float* levels) {
   const bool exists = id >= 0 && id < table.rows;
   if (!exists || table.dense) {
@@ -88,13 +93,14 @@ __device__ void gather_row(const EmbedTable& table, int64_t id, float* x, const 
   const int row = static_cast<int>(id % kTileRows), g = row % 8;
   const uint8_t* tile = table.panels + id / kTileRows * table.groups * kBlockBytes;
   for (int i = threadIdx.x; i < table.groups * 4; i += blockDim.x) {
-    const int block = i / 4, t = i % 4, panel = block / kPanelBlocks, in_panel = block % kPanelBlocks;
+    const int block = i / 4, t = i % 4, panel = block / kPanelBlocks,
+              in_panel = block % kPanelBlocks;
     const int blocks = min(kPanelBlocks, table.groups - panel * kPanelBlocks);
     const uint8_t* base = tile + panel * kPanelBytes;
-    const uint2 codes = __ldg(reinterpret_cast<const uint2*>(
-        base + in_panel * kBlockCodes + (4 * g + t) * 16 + row / 8 * 8));
-    const float scale = __half2float(__ldg(reinterpret_cast<const __half*>(base + blocks * kBlockCodes) +
-                                           row * blocks + in_panel));
+    const uint2 codes = __ldg(reinterpret_cast<const uint2*>(base + in_panel * kBlockCodes +
+                                                             (4 * g + t) * 16 + row / 8 * 8));
+    const float scale = __half2float(__ldg(
+        reinterpret_cast<const __half*>(base + blocks * kBlockCodes) + row * blocks + in_panel));
 #pragma unroll
     for (int byte = 0; byte < 8; ++byte) {
       const uint32_t code = (byte < 4 ? codes.x : codes.y) >> (8 * (byte & 3));
@@ -116,10 +122,10 @@ __global__ void __launch_bounds__(kThreads) embed_rows_kernel(EmbedArguments a) 
   gather_row(a.table, a.token[column], a.x + column * a.table.hidden, levels);
 }
 
-// ---- the best id -------------------------------------------------------------------------------------
+// ---- the best id --------------------------------------------------------------------------------
 
 __device__ __forceinline__ Key make_key(float value, int id) {
-  if (!(value > -__builtin_huge_valf())) return 0;  // NaN or -inf
+  if (!(value > -__builtin_huge_valf())) return 0;      // NaN or -inf
   const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 ties with 0
   const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<Key>(ordered) << 32 | static_cast<uint32_t>(~id);
@@ -140,9 +146,10 @@ __device__ __forceinline__ Key block_best(Key key, Key* scratch) {
   return key;
 }
 
-// By all threads of one CTA, with the same id. The old `finished` and `token` are read by every thread before
-// thread 0 replaces them.
-__device__ __forceinline__ void commit_id(const CommitArguments& c, int64_t id, const float* levels) {
+// By all threads of one CTA, with the same id. The old `finished` and `token` are read by every
+// thread before thread 0 replaces them.
+__device__ __forceinline__ void commit_id(const CommitArguments& c, int64_t id,
+                                          const float* levels) {
   int64_t token = id;
   if (c.token) {
     const bool stopped = *c.finished != 0;
@@ -151,9 +158,11 @@ __device__ __forceinline__ void commit_id(const CommitArguments& c, int64_t id, 
     if (threadIdx.x == 0 && !stopped) {
       bool end = false;
       for (int i = 0; i < kEosIds; ++i) end |= id >= 0 && c.eos_ids[i] == id;
+      const int64_t position = *c.position + 1;
       *c.token = id;
-      *c.position += 1;
+      *c.position = position;
       if (end) *c.finished = 1;
+      if (c.history && position >= 0 && position < c.history_size) c.history[position] = id;
     }
   }
   if (threadIdx.x == 0) *c.next_token = id;
@@ -199,14 +208,14 @@ __global__ void __launch_bounds__(kThreads) argmax_kernel(ArgmaxArguments a) {
   }
   __syncthreads();
   if (!last) return;
-  best = threadIdx.x < gridDim.x
-             ? __ldcg(reinterpret_cast<const Key*>(a.partials) + threadIdx.x) : 0;
+  best =
+      threadIdx.x < gridDim.x ? __ldcg(reinterpret_cast<const Key*>(a.partials) + threadIdx.x) : 0;
   commit_id(a.commit, key_id(block_best(best, scratch[1])), levels);
 }
 
 static_assert(kMaxArgmaxCtas <= kThreads, "one partial per thread");
 
-// ---- launching ---------------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 bool valid_table(const EmbedTable& t) {
   return t.hidden >= 1 && t.rows >= 0 && (t.panels != nullptr) != (t.dense != nullptr) &&
@@ -238,8 +247,10 @@ cudaError_t launch_rms(const RmsArguments& a, bool pdl, cudaStream_t stream) {
 }
 
 cudaError_t launch_embed_rows(const EmbedArguments& a, bool pdl, cudaStream_t stream) {
-  if (a.n < 1 || !valid_table(a.table) || (a.valid_len && !a.position)) return cudaErrorInvalidValue;
-  return launch(embed_rows_kernel, dim3(a.n), dim3(kThreads), 0, stream, pdl && hopper_or_newer(), a);
+  if (a.n < 1 || !valid_table(a.table) || (a.valid_len && !a.position))
+    return cudaErrorInvalidValue;
+  return launch(embed_rows_kernel, dim3(a.n), dim3(kThreads), 0, stream, pdl && hopper_or_newer(),
+                a);
 }
 
 cudaError_t launch_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream) {

@@ -1,5 +1,7 @@
 """One packed NF4 matrix on a device, and the products the step takes with it.
 
+CUDA layout: `panels.py`.
+
 CPU layout (drawn in `csrc/cpu/kernels.inl`): rows in blocks of 16, so that one vector register
 holds the same 8 columns of 16 rows. It is a transposition of 32-bit words of the `.chr` rows: same
 codes, same scales, no bytes added but the padding to 16 rows.
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from . import native
+from . import native, toggles
 from .nf4 import Packed
 from .panels import PanelLinear
 
@@ -60,8 +62,72 @@ def _block_rows(matrix: np.ndarray) -> torch.Tensor:
 def nf4_linear(
     x: torch.Tensor, w: PackedLinear, y: torch.Tensor, panel: torch.Tensor, add: bool = False
 ) -> None:
-    """y = W x, or y += W x with `add`. x float32 [n, cols], y float32 [n, rows], n <= 64.
+    """y = W x, or y += W x with `add`. x float32 [n, cols], y float32 [n, rows].
 
-    `panel` is scratch of at least n * K_pad floats. Every n gives the same bits per row of x.
+    CPU: n <= 64, `panel` is scratch of at least n * K_pad floats, and every n gives the same bits
+    per row of x. CUDA: `panel` is the scratch of `cuda_scratch_bytes`.
     """
+    if x.is_cuda:
+        return cuda_product(x, w, y, panel, add=add)
     native.cpu().linear(x, w.codes, w.scales, w.rows, y, add, panel)
+
+
+# ---- CUDA ----
+
+PLAIN, SWIGLU, HEAD = 0, 1, 2  # epilogues, GemvKind of csrc/launch.h
+GEMV_VARIANTS = {"auto": -1, "direct": 0, "ring8x2": 1, "ring16x4": 2, "ring16x3": 3}
+
+
+def set_linear_backend(name: str) -> None:
+    """`gemv` or `mma`: the kernel behind products of one column on CUDA. More columns are `mma`."""
+    toggles.current.set("linear", name)
+
+
+def cuda_product(
+    x: torch.Tensor,
+    w: PanelLinear,
+    y: torch.Tensor,
+    scratch: torch.Tensor,
+    kind: int = PLAIN,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """y = W x with an epilogue: + bias, + y (`add`), or silu(gate) * up (SWIGLU).
+
+    x [n, cols], y [n, rows]. With `norm` [cols] x is RMS-normed on the way in.
+    """
+    t = toggles.current
+    if len(x) == 1 and t.linear == "gemv":
+        native.cuda("nf4_gemv").gemv(
+            x, w.panels, w.tiles, y, kind, norm, eps, bias, y if add else None, None, None,
+            GEMV_VARIANTS[t.gemv], t.pdl,
+        )  # fmt: skip
+    else:
+        native.cuda("nf4_gemm").gemm(
+            x, w.panels, w.tiles, y, kind, norm, eps, bias, add, scratch, t.pdl
+        )
+
+
+def cuda_head(
+    x: torch.Tensor,
+    w: PanelLinear,
+    logits: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    """logits [1, rows] = W rms(x), and each CTA's best logit and id into `values` and `ids`."""
+    t = toggles.current
+    native.cuda("nf4_gemv").gemv(
+        x, w.panels, w.tiles, logits, HEAD, norm, eps, None, None, values, ids,
+        GEMV_VARIANTS[t.gemv], t.pdl,
+    )  # fmt: skip
+
+
+def cuda_scratch_bytes(shapes: list[tuple[int, int]], n: int) -> int:
+    """Scratch for products of up to n columns with matrices of (tiles, groups)."""
+    need = native.cuda("nf4_gemm").workspace_bytes
+    return max(need(tiles, groups, columns) for tiles, groups in shapes for columns in {1, n})

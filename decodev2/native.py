@@ -152,7 +152,13 @@ def _load(module_name: str, library: Path):
 
 # ---- CUDA ----
 
-CUDA_EXTENSIONS = ("nf4_gemv",)  # csrc/NAME.cu and csrc/NAME_binding.cpp each
+CUDA_EXTENSIONS = (
+    "nf4_gemv",
+    "nf4_gemm",
+    "attn",
+    "ladder_attn",
+    "step",
+)  # csrc/NAME.cu and csrc/NAME_binding.cpp each
 
 
 def gencode(major: int, minor: int) -> str:
@@ -195,5 +201,8 @@ def cpu():
     module = _build("cpu", sorted(folder.iterdir()), CPU_FLAGS, folder)
     wanted = os.environ.get("DECODEV2_CPU_ISA")
     if wanted:
-        module.set_isa(wanted)
+        try:
+            module.set_isa(wanted)
+        except ValueError as error:
+            raise BuildError(f"DECODEV2_CPU_ISA: {error}") from None
     return module

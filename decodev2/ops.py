@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from . import native
+from . import native, toggles
 from .arena import Arena
 from .embed import embed_rows
-from .linear import Linear
+from .linear import SWIGLU, Linear, cuda_head, cuda_product, nf4_linear
 from .load import LayerWeights, ModelWeights
+from .panels import PanelLinear
 from .state import DecodeState
 
 __all__ = ["attention", "choose", "embed", "head", "project", "qkv", "rms", "rope_kv", "swiglu"]
@@ -23,6 +24,13 @@ __all__ = ["attention", "choose", "embed", "head", "project", "qkv", "rms", "rop
 
 def embed(c: Arena, weights: ModelWeights) -> None:
     """x = embedding row of every token; valid_len = position + 1, the prefix each attends to."""
+    if c.x.is_cuda:
+        table = weights.embed
+        rows = table.panels if isinstance(table, PanelLinear) else table
+        native.cuda("step").embed(
+            c.token, c.position, c.valid_len, rows, weights.spec.vocab, c.x, toggles.current.pdl
+        )
+        return
     embed_rows(weights.embed, c.token, c.x)
     c.valid_len.copy_(c.position).add_(1)
 
@@ -30,6 +38,11 @@ def embed(c: Arena, weights: ModelWeights) -> None:
 def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
     """q, k, v = W rms(x) + b for every column. The bias belongs here: Qwen2.5 without it speaks
     noise."""
+    if c.x.is_cuda:
+        x, norm = _normed(c, state, layer.attn_norm)
+        eps = state.spec.rms_eps
+        cuda_product(x, layer.qkv, c.qkv, state.panel, norm=norm, eps=eps, bias=layer.qkv_bias)
+        return
     rms(c.x, layer.attn_norm, state.spec.rms_eps, c.h)
     wq, wk, wv = layer.qkv
     native.cpu().qkv(
@@ -41,6 +54,9 @@ def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
 def attention(c: Arena, state: DecodeState, layer: int) -> None:
     """attn = grouped-query attention of every column over its own live prefix, after RoPE and after
     its key and value are in the cache."""
+    if c.x.is_cuda:
+        _cuda_attention(c, state, layer)
+        return
     rope_kv(state, layer, c.position, c.q, c.k, c.v)
     kv = state.kv
     native.cpu().attn(c.q, kv.k[layer], kv.v[layer], c.valid_len, state.scores, c.attn)
@@ -48,11 +64,16 @@ def attention(c: Arena, state: DecodeState, layer: int) -> None:
 
 def project(x: torch.Tensor, w: Linear, c: Arena, state: DecodeState) -> None:
     """The residual stream += W x."""
-    native.cpu().linear(x, w.codes, w.scales, w.rows, c.x, True, state.panel)
+    nf4_linear(x, w, c.x, state.panel, add=True)
 
 
 def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
     """act = silu(G rms(x)) * (U rms(x)), silu after the whole product."""
+    if c.x.is_cuda:
+        x, norm = _normed(c, state, layer.mlp_norm)
+        eps = state.spec.rms_eps
+        cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, norm=norm, eps=eps)
+        return
     rms(c.x, layer.mlp_norm, state.spec.rms_eps, c.h)
     gate, up = layer.gate_up
     native.cpu().swiglu(c.h, gate.codes, gate.scales, up.codes, up.scales, c.act, state.panel)
@@ -61,6 +82,9 @@ def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
 def head(c: Arena, state: DecodeState, weights: ModelWeights) -> None:
     """Logits of the last column, and the candidates of their argmax."""
     x, h, w = c.x[-1:], c.h[-1:], weights.lm_head
+    if x.is_cuda:
+        cuda_head(x, w, state.logits, weights.norm, weights.spec.rms_eps, *state.candidates)
+        return
     rms(x, weights.norm, weights.spec.rms_eps, h)
     native.cpu().head(h, w.codes, w.scales, state.logits, state.next_token, state.panel)
 
@@ -68,12 +92,19 @@ def head(c: Arena, state: DecodeState, weights: ModelWeights) -> None:
 def choose(state: DecodeState, commit: bool) -> None:
     """next_token = argmax: lowest id wins a tie, NaN never wins, -1 when nothing is finite.
 
-    With `commit` also token = next_token, position += 1, finished |= token is an end token.
+    With `commit` also token = next_token, position += 1, history[position] = token and finished |=
+    token is an end token. Once finished, token and position stay where they are.
     """
-    if commit:
+    if state.logits.is_cuda:
+        native.cuda("step").choose(
+            *state.candidates, state.next_token, state.token, state.position, state.finished,
+            state.eos_ids, state.history, commit, toggles.current.pdl,
+        )  # fmt: skip
+    elif commit:
         native.cpu().commit(
-            state.token, state.position, state.next_token, state.finished, state.eos_ids
-        )
+            state.token, state.position, state.next_token, state.finished, state.eos_ids,
+            state.history,
+        )  # fmt: skip
 
 
 # ---- parts of the above that also stand alone ----
@@ -81,7 +112,10 @@ def choose(state: DecodeState, commit: bool) -> None:
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """out = x * rsqrt(mean(x^2) + eps) * weight per row. x, out [n, hidden], weight [hidden]."""
-    native.cpu().rms(x, weight, eps, out)
+    if x.is_cuda:
+        native.cuda("step").rms(x, weight, eps, out, toggles.current.pdl)
+    else:
+        native.cpu().rms(x, weight, eps, out)
 
 
 def rope_kv(
@@ -95,3 +129,35 @@ def rope_kv(
     """Rotate q and k in place by each row's position and write k, v into the cache there."""
     kv = state.kv
     native.cpu().rope_kv(q, k, v, state.cos, state.sin, position, kv.k[layer], kv.v[layer])
+
+
+# ---- CUDA ----
+
+
+def _normed(c: Arena, state: DecodeState, weight: torch.Tensor):
+    """What a product reads: x and the norm to apply inside, or h already normed and no norm."""
+    if toggles.current.norm == "inside":
+        return c.x, weight
+    rms(c.x, weight, state.spec.rms_eps, c.h)
+    return c.h, None
+
+
+def _cuda_attention(c: Arena, state: DecodeState, layer: int) -> None:
+    kv, t = state.kv, toggles.current
+    buffers = (
+        c.q, c.k, c.v, state.cos, state.sin, c.position, c.valid_len, kv.k[layer], kv.v[layer],
+        state.scores, state.counters, c.attn,
+    )  # fmt: skip
+    attn = native.cuda("attn")
+    if len(c.x) > 1 or t.attention in ("one_warp", "rope_apart"):
+        attn.rope_kv(*buffers, False, 0, t.pdl)
+        if t.attention == "one_warp":
+            native.cuda("ladder_attn").one_warp(*buffers, False, 0, t.pdl)
+        elif len(c.x) > 1:
+            attn.prefill(*buffers, False, 0, t.pdl)
+        else:
+            attn.decode(*buffers, False, 0, t.pdl)
+    elif t.attention == "two_launch":
+        native.cuda("ladder_attn").flash_two_launch(*buffers, True, 0, t.pdl)
+    else:
+        attn.decode(*buffers, True, 0, t.pdl)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .nf4 import ZERO_CODE, Packed
-from .plan import GROUP
+from .plan import GROUP, ArchSpec
 
 TILE_ROWS = 16
 PANEL_BLOCKS = 4  # blocks of 16 rows x 64 columns per panel
@@ -61,6 +61,17 @@ def gate_up_from_packed(gate: Packed, up: Packed, device: torch.device | str) ->
         for pair in zip(*halves, strict=True)
     )
     return PanelLinear(_pack(codes, scales), gate.shape[0], gate.shape[1])
+
+
+def panel_shapes(spec: ArchSpec) -> list[tuple[int, int]]:
+    """(tiles, groups) of every kind of matrix in a layer."""
+    rows_cols = [
+        (spec.q_dim + 2 * spec.kv_dim, spec.hidden),
+        (spec.hidden, spec.q_dim),
+        (2 * -(-spec.intermediate // 8) * 8, spec.hidden),
+        (spec.hidden, spec.intermediate),
+    ]
+    return [(-(-rows // TILE_ROWS), -(-cols // GROUP)) for rows, cols in rows_cols]
 
 
 def _upload(packed: Packed, device) -> tuple[torch.Tensor, torch.Tensor]:

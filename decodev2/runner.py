@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,22 +94,36 @@ def generate(
     eos_ids: tuple[int, ...] = (),
     on_token: OnToken | None = None,
     chunk: int | None = None,
+    step: Callable[[], None] | None = None,
+    steps_per_read: int = 1,
 ) -> Result:
     """Greedy tokens after `prompt_ids`. Pass no `eos_ids` to run through end tokens.
 
-    `on_token(id)` is called once per new id. Raises PromptError before the state is touched.
+    `step()` takes one greedy step (a graph's `replay`; left out, the eager step). The host reads
+    ids once in `steps_per_read` steps: no step waits for that, and past an end token the state
+    stands still. `on_token(id)` is called once per new id. Raises PromptError before the state is
+    touched.
     """
-    check_prompt(weights.spec, prompt_ids, max_new_tokens)
+    spec = weights.spec
+    check_prompt(spec, prompt_ids, max_new_tokens)
     reset(state, eos_ids)
+    step = step or functools.partial(greedy_decode, state, weights)
+    taken = len(prompt_ids)  # position of the newest id
+    unread: list[int] = []
 
     def first() -> int:
         consume_prompt(state, weights, prompt_ids, chunk)
         return int(state.token)
 
     def following() -> int:
-        greedy_decode(state, weights)
-        return int(state.token)
+        nonlocal taken
+        if not unread:
+            wanted = max_new_tokens - (taken - len(prompt_ids) + 1)
+            steps = min(steps_per_read, wanted, spec.max_seq - taken)
+            for _ in range(steps):
+                step()
+            unread.extend(reversed(state.history[taken + 1 : taken + steps + 1].tolist()))
+        taken += 1
+        return unread.pop()
 
-    return run_loop(
-        first, following, weights.spec, len(prompt_ids), max_new_tokens, eos_ids, on_token
-    )
+    return run_loop(first, following, spec, len(prompt_ids), max_new_tokens, eos_ids, on_token)

@@ -6,13 +6,17 @@ step uses, so the same step can be replayed for any position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from . import native
 from .arena import Arena, allocate_arena, panel_size
 from .errors import ModelError
 from .kv import GraphSafeKV, allocate_kv
+from .linear import cuda_scratch_bytes
+from .panels import panel_shapes
 from .plan import LIVE_MAX_N, ArchSpec
 from .rope import rope_tables
 
@@ -34,9 +38,12 @@ class DecodeState:
     logits: torch.Tensor  # [1, vocab] float32
     next_token: torch.Tensor  # [1] int64, greedy id written by the step; -1 when no logit is finite
     finished: torch.Tensor  # [1] uint8, an end token was produced
+    history: torch.Tensor  # [max_seq + 1] int64, the id that entered at each position
     eos_ids: torch.Tensor  # [MAX_EOS_IDS] int64, unused slots UNUSED
     panel: torch.Tensor  # scratch of the products
-    scores: torch.Tensor  # [n_q, max_seq + 16] scratch of attention
+    scores: torch.Tensor  # scratch of attention; on the CPU [n_q, max_seq + 16]
+    counters: torch.Tensor | None = None  # [n_q] int32, CUDA attention; launches leave them zero
+    candidates: tuple[torch.Tensor, ...] = ()  # CUDA head: best logit and id of each CTA
 
     @property
     def token(self) -> torch.Tensor:
@@ -53,7 +60,7 @@ class DecodeState:
     @property
     def nbytes(self) -> int:
         """Bytes of KV cache, arenas, tables and scratch."""
-        own = (self.cos, self.sin, self.logits, self.panel, self.scores)
+        own = (self.cos, self.sin, self.logits, self.panel, self.scores, *self.candidates)
         return self.kv.nbytes + self.decode.nbytes + self.prompt.nbytes + sum(t.nbytes for t in own)
 
 
@@ -62,6 +69,7 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
     later."""
     cos, sin = (torch.from_numpy(t).to(device) for t in rope_tables(spec))
     chunk = min(chunk, spec.max_seq)
+    on_cpu = torch.device(device).type == "cpu"
     return DecodeState(
         spec=spec,
         decode=allocate_arena(spec, 1, device),
@@ -72,10 +80,36 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
         logits=torch.zeros(1, spec.vocab, device=device),
         next_token=torch.zeros(1, dtype=torch.int64, device=device),
         finished=torch.zeros(1, dtype=torch.uint8, device=device),
+        history=torch.zeros(spec.max_seq + 1, dtype=torch.int64, device=device),
         eos_ids=torch.full((MAX_EOS_IDS,), UNUSED, dtype=torch.int64, device=device),
-        panel=torch.zeros(panel_size(spec, chunk), device=device),
-        scores=torch.zeros(spec.n_q, spec.max_seq + 16, device=device),
+        **(_cpu_scratch(spec, chunk) if on_cpu else _cuda_scratch(spec, chunk, device)),
     )
+
+
+def _cpu_scratch(spec: ArchSpec, chunk: int) -> dict:
+    return {
+        "panel": torch.zeros(panel_size(spec, chunk)),
+        "scores": torch.zeros(spec.n_q, spec.max_seq + 16),
+    }
+
+
+def _cuda_scratch(spec: ArchSpec, chunk: int, device: str) -> dict:
+    with torch.cuda.device(device):
+        properties = torch.cuda.get_device_properties(device)
+        products = cuda_scratch_bytes(panel_shapes(spec), chunk)
+        partials = native.cuda("attn").partial_floats(
+            spec.n_q, spec.n_kv, spec.head_dim, spec.max_seq
+        )
+    slots = 2 * properties.multi_processor_count
+    return {
+        "panel": torch.zeros(products, dtype=torch.uint8, device=device),
+        "scores": torch.zeros(partials, device=device),
+        "counters": torch.zeros(spec.n_q, dtype=torch.int32, device=device),
+        "candidates": (
+            torch.zeros(slots, device=device),
+            torch.full((slots,), -1, dtype=torch.int32, device=device),
+        ),
+    }
 
 
 def reset(state: DecodeState, eos_ids: tuple[int, ...] = ()) -> None:
@@ -89,6 +123,18 @@ def reset(state: DecodeState, eos_ids: tuple[int, ...] = ()) -> None:
     state.eos_ids.fill_(UNUSED)
     for slot, token_id in enumerate(eos_ids):
         state.eos_ids[slot] = token_id
+
+
+def snapshot(state: DecodeState) -> Callable[[], None]:
+    """Remember token, position, length and flags; calling the result puts them back."""
+    live = (state.token, state.position, state.valid_len, state.next_token, state.finished)
+    saved = [tensor.clone() for tensor in live]
+
+    def restore() -> None:
+        for tensor, value in zip(live, saved, strict=True):
+            tensor.copy_(value)
+
+    return restore
 
 
 def load_token(state: DecodeState, token_id: int) -> None:

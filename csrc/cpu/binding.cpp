@@ -285,18 +285,24 @@ void attn(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const T
   });
 }
 
-// token = next_token, position += 1, finished |= token is an end token
-void commit(Tensor& token, Tensor& position, const Tensor& next_token, Tensor& finished, const Tensor& eos_ids) {
+// token = next_token, position += 1, history[position] = token, finished |= token is an end token. Once
+// finished, token and position stay.
+void commit(Tensor& token, Tensor& position, const Tensor& next_token, Tensor& finished, const Tensor& eos_ids,
+            Tensor& history) {
   check(token, "token", torch::kInt64, 1);
   check(position, "position", torch::kInt64, 1);
   check(next_token, "next_token", torch::kInt64, 1);
   check(finished, "finished", torch::kUInt8, 1);
   check(eos_ids, "eos_ids", torch::kInt64, 0);
+  check(history, "history", torch::kInt64, 1);
+  uint8_t& done = *finished.mutable_data_ptr<uint8_t>();
+  if (done) return;
   const int64_t id = *next_token.const_data_ptr<int64_t>();
+  const int64_t at = *position.mutable_data_ptr<int64_t>() += 1;
   *token.mutable_data_ptr<int64_t>() = id;
-  *position.mutable_data_ptr<int64_t>() += 1;
+  if (at >= 0 && at < history.numel()) history.mutable_data_ptr<int64_t>()[at] = id;
   const int64_t* eos = eos_ids.const_data_ptr<int64_t>();
-  if (std::find(eos, eos + eos_ids.numel(), id) != eos + eos_ids.numel()) *finished.mutable_data_ptr<uint8_t>() = 1;
+  done = id >= 0 && std::find(eos, eos + eos_ids.numel(), id) != eos + eos_ids.numel();
 }
 
 // XOR of an int64 buffer by all threads: the read-rate probe of lab/card.py

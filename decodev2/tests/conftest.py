@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from hf import hf_tensors
+from tiny import ANSWER_ID, BYTES, END_ID, WIDE_BYTES, chain, dense_tensors, run_of, write_model
 
 from decodev2 import native
 
@@ -41,3 +45,18 @@ def real_models() -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: run `make models` or set DECODEV2_MODELS")
     return folder
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory) -> Path:
+    """A packed folder of random weights without end tokens; FOLDER.chr lies beside it."""
+    folder = tmp_path_factory.mktemp("random") / "tiny"
+    return write_model(folder, replace(BYTES, eos_ids=()), hf_tensors(BYTES))
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory) -> Path:
+    """A packed folder that answers any prompt with "né 🎉" and the end token, then "xy"."""
+    ids = [ANSWER_ID, *"né 🎉".encode(), END_ID, *b"xy"]
+    folder = tmp_path_factory.mktemp("talker") / "tiny"
+    return write_model(folder, WIDE_BYTES, dense_tensors(chain(WIDE_BYTES, run_of(*ids))))

@@ -260,17 +260,30 @@ def test_rope_kv_refuses_what_does_not_fit():
 # ---- commit ----
 
 
-@pytest.mark.parametrize(
-    ("chosen", "finished", "want"),
-    [(7, 0, 1), (3, 0, 1), (8, 0, 0), (8, 1, 1), (-1, 0, 0)],  # a finished request stays so
-)
-def test_commit_moves_token_position_and_flag(chosen, finished, want):
-    token, position = torch.tensor([1]), torch.tensor([9])
-    flag = torch.tensor([finished], dtype=torch.uint8)
-    eos = torch.tensor([3, 7, -2, -2])
-    native.cpu().commit(token, position, torch.tensor([chosen]), flag, eos)
-    assert (int(token), int(position), int(flag)) == (chosen, 10, want)
-    assert eos.tolist() == [3, 7, -2, -2]
+@pytest.mark.parametrize(("chosen", "ends"), [(7, 1), (3, 1), (8, 0), (-1, 0)])
+def test_commit_moves_token_position_history_and_flag(chosen, ends):
+    token, position, flag = torch.tensor([1]), torch.tensor([9]), torch.zeros(1, dtype=torch.uint8)
+    eos, history = torch.tensor([3, 7, -2, -1]), torch.full((12,), -5)
+    commit = native.cpu().commit
+    commit(token, position, torch.tensor([chosen]), flag, eos, history)
+    assert (int(token), int(position), int(flag)) == (chosen, 10, ends)
+    assert eos.tolist() == [3, 7, -2, -1]
+    assert history[10] == chosen and (history[:10] == -5).all() and history[11] == -5
+    if ends:  # nothing moves after the end
+        commit(token, position, torch.tensor([4]), flag, eos, history)
+        assert (int(token), int(position), int(flag)) == (chosen, 10, 1)
+        assert history[11] == -5
+
+
+def test_commit_writes_no_history_past_its_end():
+    memory = torch.full((4,), -5)
+    flag = torch.zeros(1, dtype=torch.uint8)
+    for start in (2, 50, -9):
+        native.cpu().commit(
+            torch.tensor([0]), torch.tensor([start]), torch.tensor([6]), flag,
+            torch.tensor([-1]), memory[:3],
+        )  # fmt: skip
+    assert memory.tolist() == [-5] * 4
 
 
 if __name__ == "__main__":

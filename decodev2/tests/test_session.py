@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf import hf_tensors
-from tiny import BYTES, END, WIDE_BYTES, chain, dense_tensors, run_of, write_model
+from tiny import ANSWER_ID, BYTES, END, END_ID, write_model
 
 from decodev2 import native, oracle, session
 from decodev2.errors import ContainerError, DecodeError, ModelError, PromptError
@@ -20,22 +20,6 @@ from decodev2.session import answer, open_session
 from decodev2.state import allocate_state
 
 EXECUTORS = ("decodev2", "tokenloop", "oracle")
-ANSWER_ID, END_ID = 257, 258
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("random") / "tiny"
-    return write_model(folder, replace(BYTES, eos_ids=()), hf_tensors(BYTES))
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory):
-    """A model that answers any prompt with "né 🎉" and the end token (after `<|answer|>`)."""
-    said = "né 🎉".encode()
-    folder = tmp_path_factory.mktemp("talker") / "tiny"
-    tensors = dense_tensors(chain(WIDE_BYTES, run_of(ANSWER_ID, *said, END_ID, ord("x"), ord("y"))))
-    return write_model(folder, WIDE_BYTES, tensors)
 
 
 @pytest.fixture(params=EXECUTORS)

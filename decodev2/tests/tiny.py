@@ -17,6 +17,7 @@ from decodev2.plan import TINY_LLAMA, ArchSpec, layer_names, top_names
 from decodev2.synth import SynthModel, build
 
 USER, ANSWER, END = "<|user|>", "<|answer|>", "<|end|>"
+USER_ID, ANSWER_ID, END_ID = 256, 257, 258
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"
     "{{ raise_exception('no system turn here') }}{% endif %}"
@@ -25,8 +26,8 @@ TEMPLATE = (
 )
 # A vocabulary of 256 bytes and three special tokens.
 BYTES = replace(
-    TINY_LLAMA, name="tiny-bytes", vocab=259, max_seq=64, eos_ids=(258,)
-)  # fmt: skip
+    TINY_LLAMA, name="tiny-bytes", vocab=259, max_seq=64, eos_ids=(END_ID,)
+)
 # The same with room for one dimension per id, for `chain`.
 WIDE_BYTES = replace(BYTES, name="tiny-chain", hidden=320, n_q=2, n_kv=1)
 

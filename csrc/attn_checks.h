@@ -1,0 +1,75 @@
+// What the bindings of attn.cu and ladder_attn.cu check, and how they fill AttnArguments.
+#pragma once
+#include "checks.h"
+#include "launch.h"
+
+namespace decodev2 {
+
+// Columns of q, k, v may be parts of wider rows (one qkv buffer), so they share a row stride.
+inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
+                                    const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
+                                    torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials,
+                                    torch::Tensor& counters, torch::Tensor& out) {
+  const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
+  const int64_t q_dim = q.size(1), n_q = q_dim / head_dim;
+  TORCH_CHECK_VALUE(q_dim % head_dim == 0 && n_q % n_kv == 0, n_q, " query heads of ", head_dim, " do not share ", n_kv,
+                    " KV heads");
+  for (const torch::Tensor* t : {static_cast<const torch::Tensor*>(&q), static_cast<const torch::Tensor*>(&k), &v})
+    TORCH_CHECK_VALUE(t->is_cuda() && t->scalar_type() == torch::kFloat && t->dim() == 2 && t->size(0) == n &&
+                          t->stride(1) == 1 && (n == 1 || t->stride(0) == q.stride(0)),
+                      "q, k and v need Float rows of one stride, found ", t->sizes(), " ", t->strides());
+  TORCH_CHECK_VALUE(k.size(1) == n_kv * head_dim && v.size(1) == n_kv * head_dim, "k is ", k.sizes(), " and v ",
+                    v.sizes(), ", need ", n_kv * head_dim, " columns");
+  check_tensor(cos, "cos", torch::kFloat, max_seq * head_dim, q);
+  check_tensor(sin, "sin", torch::kFloat, max_seq * head_dim, q);
+  TORCH_CHECK_VALUE(position.scalar_type() == torch::kInt64 && position.numel() >= n && position.is_cuda(),
+                    "position needs ", n, " Long elements");
+  TORCH_CHECK_VALUE(valid_len.scalar_type() == torch::kInt32 && valid_len.numel() >= n && valid_len.is_cuda(),
+                    "valid_len needs ", n, " Int elements");
+  check_tensor(k_cache, "k_cache", torch::kBFloat16, 1, q);
+  check_tensor(v_cache, "v_cache", torch::kBFloat16, k_cache.numel(), q);
+  check_tensor(counters, "counters", torch::kInt32, n_q, q);
+  check_tensor(out, "out", torch::kFloat, n * q_dim, q);
+  check_tensor(partials, "partials", torch::kFloat,
+               attn_partial_floats(static_cast<int>(n_q), static_cast<int>(n_kv), static_cast<int>(head_dim),
+                                   static_cast<int>(max_seq)),
+               q);
+  AttnArguments a = {};
+  a.q = q.mutable_data_ptr<float>();
+  a.k = k.mutable_data_ptr<float>();
+  a.v = v.const_data_ptr<float>();
+  a.cos = cos.const_data_ptr<float>();
+  a.sin = sin.const_data_ptr<float>();
+  a.position = position.const_data_ptr<int64_t>();
+  a.valid_len = valid_len.mutable_data_ptr<int32_t>();
+  a.k_cache = static_cast<uint16_t*>(k_cache.mutable_data_ptr());
+  a.v_cache = static_cast<uint16_t*>(v_cache.mutable_data_ptr());
+  a.out = out.mutable_data_ptr<float>();
+  a.partials = partials.mutable_data_ptr<float>();
+  a.counters = static_cast<uint32_t*>(counters.mutable_data_ptr());
+  a.ld_qkv = q.stride(0);
+  a.n = static_cast<int>(n);
+  a.n_q = static_cast<int>(n_q);
+  a.n_kv = static_cast<int>(n_kv);
+  a.head_dim = static_cast<int>(head_dim);
+  a.max_seq = static_cast<int>(max_seq);
+  return a;
+}
+
+// One attention launcher as a Python function. `flags`: rope inside (bool), merge (AttnMerge), pdl.
+template <cudaError_t (*kLaunch)(const AttnArguments&, const AttnPlan&, cudaStream_t)>
+void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
+                   const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
+                   torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials, torch::Tensor& counters,
+                   torch::Tensor& out, bool rope, int64_t merge, bool pdl) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const AttnArguments a =
+      attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out);
+  AttnPlan plan = {};
+  plan.merge = static_cast<AttnMerge>(merge);
+  plan.rope = rope;
+  plan.pdl = pdl;
+  check_launch(kLaunch(a, plan, at::cuda::getCurrentCUDAStream()), "attention");
+}
+
+}  // namespace decodev2

@@ -1,0 +1,95 @@
+// Torch-facing side of step.cu: norm, embedding rows, argmax and commit.
+#include "checks.h"
+#include "launch.h"
+
+namespace {
+
+using namespace decodev2;
+using torch::Tensor;
+using Optional = std::optional<Tensor>;
+
+// y = x * rsqrt(mean(x^2) + eps) * weight, row by row
+void rms(const Tensor& x, const Tensor& weight, double eps, Tensor& y, bool pdl) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_tensor(x, "x", torch::kFloat, 1, x);
+  check_tensor(weight, "weight", torch::kFloat, x.size(1), x);
+  check_tensor(y, "y", torch::kFloat, x.numel(), x);
+  RmsArguments a = {};
+  a.x = x.const_data_ptr<float>();
+  a.weight = weight.const_data_ptr<float>();
+  a.y = y.mutable_data_ptr<float>();
+  a.eps = static_cast<float>(eps);
+  a.n = static_cast<int>(x.size(0));
+  a.hidden = static_cast<int>(x.size(1));
+  check_launch(launch_rms(a, pdl, at::cuda::getCurrentCUDAStream()), "rms");
+}
+
+// `table` is a panel matrix (uint8) or a dense float32 [vocab, hidden]
+EmbedTable embed_table(const Tensor& table, int64_t rows, int64_t hidden, const Tensor& beside) {
+  EmbedTable t = {};
+  t.rows = rows;
+  t.hidden = static_cast<int>(hidden);
+  t.groups = static_cast<int>((hidden + 63) / 64);
+  if (table.scalar_type() == torch::kByte) {
+    check_tensor(table, "table", torch::kByte, (rows + 15) / 16 * t.groups * 544, beside);
+    t.panels = table.const_data_ptr<uint8_t>();
+  } else {
+    check_tensor(table, "table", torch::kFloat, rows * hidden, beside);
+    t.dense = table.const_data_ptr<float>();
+  }
+  return t;
+}
+
+// x[i] = embedding row of token[i]; valid_len[i] = position[i] + 1
+void embed(const Tensor& token, const Tensor& position, Tensor& valid_len, const Tensor& table, int64_t rows, Tensor& x,
+           bool pdl) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const int64_t n = token.numel();
+  check_tensor(x, "x", torch::kFloat, n, x);
+  TORCH_CHECK_VALUE(token.scalar_type() == torch::kInt64 && position.scalar_type() == torch::kInt64 &&
+                        position.numel() == n && valid_len.scalar_type() == torch::kInt32 && valid_len.numel() == n &&
+                        x.size(0) == n,
+                    "embed: token, position, valid_len and x need ", n, " columns");
+  EmbedArguments a = {};
+  a.table = embed_table(table, rows, x.size(1), x);
+  a.token = token.const_data_ptr<int64_t>();
+  a.position = position.const_data_ptr<int64_t>();
+  a.valid_len = valid_len.mutable_data_ptr<int32_t>();
+  a.x = x.mutable_data_ptr<float>();
+  a.n = static_cast<int>(n);
+  check_launch(launch_embed_rows(a, pdl, at::cuda::getCurrentCUDAStream()), "embed");
+}
+
+// Best of the head's candidates -> next_token; with `commit` also token, position and finished.
+void choose(const Tensor& values, const Tensor& ids, Tensor& next_token, Tensor& token, Tensor& position,
+            Tensor& finished, const Tensor& eos_ids, Tensor& history, bool commit, bool pdl) {
+  const c10::cuda::CUDAGuard guard(values.device());
+  check_tensor(values, "values", torch::kFloat, 1, values);
+  check_tensor(ids, "ids", torch::kInt32, values.numel(), values);
+  check_tensor(next_token, "next_token", torch::kInt64, 1, values);
+  check_tensor(token, "token", torch::kInt64, 1, values);
+  check_tensor(position, "position", torch::kInt64, 1, values);
+  check_tensor(finished, "finished", torch::kUInt8, 1, values);
+  check_tensor(eos_ids, "eos_ids", torch::kInt64, 8, values);
+  check_tensor(history, "history", torch::kInt64, 1, values);
+  CandidateArguments a = {};
+  a.values = values.const_data_ptr<float>();
+  a.ids = ids.const_data_ptr<int>();
+  a.count = static_cast<int>(values.numel());
+  a.commit.next_token = next_token.mutable_data_ptr<int64_t>();
+  a.commit.token = commit ? token.mutable_data_ptr<int64_t>() : nullptr;
+  a.commit.position = position.mutable_data_ptr<int64_t>();
+  a.commit.finished = finished.mutable_data_ptr<uint8_t>();
+  a.commit.eos_ids = eos_ids.const_data_ptr<int64_t>();
+  a.commit.history = history.mutable_data_ptr<int64_t>();
+  a.commit.history_size = history.numel();
+  check_launch(launch_commit(a, pdl, at::cuda::getCurrentCUDAStream()), "choose");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("rms", &rms);
+  m.def("embed", &embed);
+  m.def("choose", &choose);
+}

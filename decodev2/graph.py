@@ -1,0 +1,54 @@
+"""One greedy step as a CUDA graph: captured once per state, replayed for any position."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from .load import ModelWeights
+from .state import DecodeState, snapshot
+from .step import greedy_decode
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    """`replay()` is one greedy token on the current stream: no recapture, allocation or sync."""
+
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def capture(state: DecodeState, weights: ModelWeights) -> DecodeGraph:
+    """Capture `greedy_decode` against this state's buffers; token, position and flags stay as they
+    were (the cache row at the current position may have been written).
+
+    The kernels are those of `toggles.current`. Raises RuntimeError when something in the step
+    cannot be captured; the stream is usable afterwards.
+    """
+    restore = snapshot(state)
+    side = torch.cuda.Stream(state.logits.device)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # builds, attributes and lazy set-up happen before the capture
+        greedy_decode(state, weights)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            greedy_decode(state, weights)
+    finally:
+        restore()
+    return DecodeGraph(graph)
+
+
+def capture_or_none(state: DecodeState, weights: ModelWeights) -> DecodeGraph | None:
+    """`capture`, or None with a notice on stderr: the caller then steps eagerly."""
+    try:
+        return capture(state, weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        print(f"decodev2: no CUDA graph ({reason}); stepping eagerly", file=sys.stderr)
+        return None

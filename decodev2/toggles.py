@@ -1,0 +1,63 @@
+"""The switches of the CUDA step: which kernel stands behind an op. Ablations and widgets turn them.
+
+They are read when an op is launched, so a captured graph keeps the kernels it was captured with.
+`CHR_NF4_DECODE=mma|gemv` sets the first one; every plate records them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+from .errors import DecodeError
+
+CHOICES = {
+    "linear": ("mma", "gemv"),  # products of one column: the prefill kernel, or the GEMV
+    "gemv": ("auto", "direct", "ring8x2", "ring16x4", "ring16x3"),
+    "norm": ("inside", "alone"),  # RMSNorm inside the product that reads it, or its own kernel
+    "attention": ("one_launch", "two_launch", "one_warp", "rope_apart"),
+    "pdl": (True, False),  # programmatic dependent launch
+}
+
+
+@dataclass
+class Toggles:
+    linear: str = "mma"
+    gemv: str = "auto"
+    norm: str = "inside"
+    attention: str = "one_launch"
+    pdl: bool = True
+
+    def set(self, name: str, value) -> None:
+        """Turn one switch. Raises DecodeError naming the choices."""
+        if name not in CHOICES:
+            raise DecodeError(f"toggle {name!r} is unknown; there are {', '.join(CHOICES)}")
+        if value not in CHOICES[name]:
+            raise DecodeError(f"{name} is {value!r}, needs one of {CHOICES[name]}")
+        setattr(self, name, value)
+
+
+def _from_environment() -> Toggles:
+    chosen = Toggles()
+    backend = os.environ.get("CHR_NF4_DECODE")
+    if backend:
+        chosen.set("linear", backend)
+    return chosen
+
+
+current = _from_environment()
+
+
+@contextlib.contextmanager
+def using(**changes) -> Iterator[Toggles]:
+    """Turn switches for the length of a `with` block."""
+    before = asdict(current)
+    try:
+        for name, value in changes.items():
+            current.set(name, value)
+        yield current
+    finally:
+        for field in fields(current):
+            setattr(current, field.name, before[field.name])
