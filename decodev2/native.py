@@ -179,6 +179,20 @@ def cuda(name: str):
     return _build(name, files, ["-O2", "-std=c++17"], folder, flags)
 
 
+def find_nvcc() -> str | None:
+    """Path of nvcc: under $CUDA_HOME, else on PATH, else where torch would look."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    return str(Path(home) / "bin" / "nvcc") if home else None
+
+
 def build_cuda() -> None:
     """Build every CUDA extension, side by side, one process each. Raises BuildError."""
     command = "from decodev2 import native; native.cuda({!r})"

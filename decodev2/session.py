@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from . import native, oracle, runner, tokenloop
+from . import native, oracle, runner, toggles, tokenloop
 from .errors import DecodeError, ModelError
+from .graph import DecodeGraph, capture_or_none
 from .load import ChrModel, ModelWeights, load_weights, open_model
 from .plan import LIVE_MAX_N, ArchSpec
 from .runner import OnToken, Result
@@ -21,6 +23,7 @@ from .state import DecodeState, allocate_state
 from .text import Text, load_text
 
 EXECUTORS = ("auto", "decodev2", "tokenloop", "oracle")
+STEPS_PER_READ = 8  # graph replays per host read: the device never waits for Python
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Session:
     state: DecodeState | None  # Decode V2 only
     load_s: float
     warmup_s: float
+    graph: DecodeGraph | None = None  # CUDA: the captured step
 
     @property
     def packed_bytes(self) -> int:
@@ -61,7 +65,14 @@ class Session:
         eos_ids = () if ignore_eos else self.spec.eos_ids
         if self.executor == "decodev2":
             return runner.generate(
-                self.state, self.weights, prompt_ids, max_new_tokens, eos_ids, on_token
+                self.state,
+                self.weights,
+                prompt_ids,
+                max_new_tokens,
+                eos_ids,
+                on_token,
+                step=self.graph.replay if self.graph else None,
+                steps_per_read=STEPS_PER_READ if self.graph else 1,
             )
         if self.executor == "tokenloop":
             return tokenloop.generate(self.weights, prompt_ids, max_new_tokens, eos_ids, on_token)
@@ -102,7 +113,7 @@ def open_session(
 def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int) -> Session:
     weights = state = None
     if executor != "oracle":
-        native.cpu()  # a first build must not count as loading
+        build_kernels(device)  # a first build must not count as loading
     started = time.perf_counter()
     if executor != "oracle":
         weights = load_weights(model, device)
@@ -112,22 +123,46 @@ def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int)
     session = Session(
         model.spec, text, executor, device, model, weights, state, loaded - started, 0.0
     )
-    if executor != "oracle":  # first calls pay for page faults and thread start
+    if executor != "oracle":  # first calls pay for page faults, thread start and graph capture
         session.generate([0], 2 if model.spec.max_seq > 1 else 1, ignore_eos=True)
+        if state is not None and device != "cpu":
+            session.graph = capture_or_none(state, weights)
         session.warmup_s = time.perf_counter() - loaded
     return session
 
 
+def build_kernels(device: str) -> None:
+    """Compile what an executor on `device` needs, unless it is there. Raises BuildError.
+
+    On CUDA one column goes to the GEMV unless $CHR_NF4_DECODE says otherwise.
+    """
+    if device == "cpu":
+        native.cpu()
+        return
+    native.build_cuda()
+    if "CHR_NF4_DECODE" not in os.environ:
+        toggles.current.set("linear", "gemv")
+
+
 def pick_device(device: str) -> str:
-    """`auto` is the CPU; `cuda` needs a CUDA device. Raises ModelError naming what is missing."""
-    if device in ("auto", "cpu"):
+    """`auto` is CUDA where a device and nvcc are there, else the CPU. Raises ModelError naming what
+    is missing."""
+    if device == "cpu":
         return "cpu"
-    if device != "cuda":
+    if device not in ("auto", "cuda"):
         raise ModelError(f"device {device!r} is unknown; needs auto, cpu or cuda")
+    missing = None
     if not torch.cuda.is_available():
-        why = "no CUDA device is visible" if torch.version.cuda else "this torch is a CPU build"
-        raise ModelError(f"device cuda: {why}; use --device cpu")
-    raise ModelError("device cuda: this version has no CUDA kernels; use --device cpu")
+        missing = "no CUDA device is visible" if torch.version.cuda else "this torch is a CPU build"
+    elif torch.cuda.get_device_capability()[0] < 8:
+        missing = f"{torch.cuda.get_device_name()} is older than sm_80"
+    elif not native.find_nvcc():
+        missing = "nvcc was not found"
+    if missing is None:
+        return "cuda"
+    if device == "auto":
+        return "cpu"
+    raise ModelError(f"device cuda: {missing}; use --device cpu")
 
 
 def answer(
