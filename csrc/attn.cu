@@ -9,7 +9,7 @@
 //           attn_prefill  CTA: 16, 32 or 64 rows of one kv head, row = (column, head of the group);
 //                         warp = 16 rows
 //           rope_kv       thread: one rotated pair, or two values to copy
-// Grid      decode (splits, n_kv * ceil(group / 8)), 128 threads, 22 KB; static, so a captured
+// Grid      decode (splits, n_kv, ceil(group / 8)), 128 threads, 22 KB; static, so a captured
 //           launch serves every position: CTAs past the live prefix leave at once. A cluster is 8
 //           splits.
 //           prefill (row tiles, n_kv), 128 threads, 512 * head_dim bytes
@@ -149,33 +149,45 @@ __device__ __forceinline__ void load_query(
     }
 }
 
-// RoPE in registers: the pair of a dim is in this lane (two or more chunks) or two lanes on.
+// The angles of a lane's dims: of the first half of the head, or of all its dims when there is one
+// chunk.
 template <int kHeadDim>
-__device__ __forceinline__ void rotate_query(
-    float (&q)[Lane<kHeadDim>::kKeyChunks][Lane<kHeadDim>::kKeyDims], const float* cos,
-    const float* sin, int t) {
+struct Angles {
+  static constexpr int kChunks = (Lane<kHeadDim>::kKeyChunks + 1) / 2;
+  float cos[kChunks][Lane<kHeadDim>::kKeyDims], sin[kChunks][Lane<kHeadDim>::kKeyDims];
+};
+
+template <int kHeadDim>
+__device__ __forceinline__ void load_angles(Angles<kHeadDim>& r, const float* cos, const float* sin,
+                                            int t) {
   using L = Lane<kHeadDim>;
-  constexpr int kPairChunks = L::kKeyChunks / 2 > 0 ? L::kKeyChunks / 2 : 1;
-  float c[kPairChunks][L::kKeyDims], s[kPairChunks][L::kKeyDims];
 #pragma unroll
-  for (int p = 0; p < kPairChunks; ++p)
+  for (int p = 0; p < Angles<kHeadDim>::kChunks; ++p)
 #pragma unroll
     for (int i = 0; i < L::kKeyDims; i += 4) {
       const int dim = 4 * L::kKeyDims * p + L::kKeyDims * t + i;
-      const float4 cv = __ldg(reinterpret_cast<const float4*>(cos + dim));
-      const float4 sv = __ldg(reinterpret_cast<const float4*>(sin + dim));
-      c[p][i] = cv.x, c[p][i + 1] = cv.y, c[p][i + 2] = cv.z, c[p][i + 3] = cv.w;
-      s[p][i] = sv.x, s[p][i + 1] = sv.y, s[p][i + 2] = sv.z, s[p][i + 3] = sv.w;
+      const float4 c = __ldg(reinterpret_cast<const float4*>(cos + dim));
+      const float4 s = __ldg(reinterpret_cast<const float4*>(sin + dim));
+      r.cos[p][i] = c.x, r.cos[p][i + 1] = c.y, r.cos[p][i + 2] = c.z, r.cos[p][i + 3] = c.w;
+      r.sin[p][i] = s.x, r.sin[p][i + 1] = s.y, r.sin[p][i + 2] = s.z, r.sin[p][i + 3] = s.w;
     }
+}
+
+// RoPE in registers: the pair of a dim is in this lane (two or more chunks) or two lanes on.
+template <int kHeadDim>
+__device__ __forceinline__ void rotate_query(
+    float (&q)[Lane<kHeadDim>::kKeyChunks][Lane<kHeadDim>::kKeyDims], const Angles<kHeadDim>& r,
+    int t) {
+  using L = Lane<kHeadDim>;
 #pragma unroll
-  for (int p = 0; p < kPairChunks; ++p)
+  for (int p = 0; p < Angles<kHeadDim>::kChunks; ++p)
 #pragma unroll
     for (int i = 0; i < L::kKeyDims; ++i) {
       if constexpr (L::kKeyChunks > 1) {
-        rotate_pair(q[p][i], q[p + L::kKeyChunks / 2][i], c[p][i], s[p][i]);
+        rotate_pair(q[p][i], q[p + L::kKeyChunks / 2][i], r.cos[p][i], r.sin[p][i]);
       } else {
         const float other = __shfl_xor_sync(~0u, q[0][i], 2);
-        q[0][i] = q[0][i] * c[0][i] + (t < 2 ? -other : other) * s[0][i];
+        q[0][i] = q[0][i] * r.cos[0][i] + (t < 2 ? -other : other) * r.sin[0][i];
       }
     }
 }
@@ -236,8 +248,9 @@ __device__ __forceinline__ void add_values(Lane<kHeadDim>& r, const float (&p)[4
 template <int kHeadDim>
 struct DecodeShared {
   float4 acc[kWarps][kHeads][kHeadDim / 4];  // 16-byte units, swizzled
-  float4 merged[kHeads][kHeadDim / 4];       // this CTA's sum, read by the cluster
-  float2 merged_norm[kHeads];                // (maximum, sum)
+  float4 inbox[kClusterCtas][kHeadDim / 4];  // what the cluster's CTAs send for this CTA's head
+  float2 inbox_norm[kClusterCtas];           // their (maximum, sum)
+  uint64_t inbox_full;                       // mbarrier: counts the bytes sent
   float2 norm[kWarps][kHeads];
   float weight[kHeads][kMaxSplits];
   alignas(16) uint16_t live[2][kHeadDim];  // the new key (rotated) and value
@@ -348,8 +361,10 @@ __device__ __forceinline__ void merge_all_parts(const AttnArguments& a,
 
 #ifdef DECODEV2_HOPPER
 
+// The mbarriers of all CTAs are set up once arrive and wait have passed. No other memory is ordered
+// by it, which keeps it cheap.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -362,19 +377,21 @@ __device__ __forceinline__ uint32_t peer_address(const void* p, uint32_t rank) {
   return d;
 }
 
-__device__ __forceinline__ float load_peer(uint32_t address) {
-  float d;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(d) : "r"(address) : "memory");
-  return d;
+// Stores into a peer's shared memory; the bytes are counted by the peer's mbarrier when they are
+// there.
+__device__ __forceinline__ void send_16(uint32_t to, const float4& v, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
-
-__device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
-  float2 d;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(d.x), "=f"(d.y)
-               : "r"(address)
-               : "memory");
-  return d;
+__device__ __forceinline__ void send_8(uint32_t to, const float2& v, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+          "r"(to),
+      "f"(v.x), "f"(v.y), "r"(barrier)
+      : "memory");
 }
 
 // Up to 8 partials of one dim, in order. norm[i], value[i] beyond `parts` are ignored.
@@ -397,56 +414,47 @@ __device__ __forceinline__ float merge_eight(const float2 (&norm)[kClusterCtas],
   return acc;
 }
 
-// CTA r of every cluster merges head r: over the cluster's CTAs through their shared memory, then,
-// if there are several live clusters, the last of them to arrive adds their results. Thread = dim.
+// CTA r of every cluster merges head r: what the cluster's CTAs have sent, then, if there are
+// several live clusters, the last of them to arrive adds their results. Thread = dim.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_cluster(const AttnArguments& a,
                                               DecodeShared<kHeadDim>& shared, float2* norms,
-                                              int first_head, int heads, int splits_live,
-                                              bool has_work) {
-  const int cluster = blockIdx.x / kClusterCtas, rank = blockIdx.x % kClusterCtas;
-  const int dim = threadIdx.x, head = first_head + rank;
+                                              int first_head, int splits_live) {
+  const int cluster = blockIdx.x / kClusterCtas, dim = threadIdx.x;
+  const int head = first_head + blockIdx.x % kClusterCtas;
   const int sources = min(kClusterCtas, splits_live - cluster * kClusterCtas);
-  const bool takes_part = rank < heads && dim < kHeadDim;
-  float2 norm[kClusterCtas];
+  const uint32_t full = shared_address(&shared.inbox_full);
+  if (dim == 0)
+    barrier_expect(full, sources * (sizeof shared.inbox[0] + sizeof shared.inbox_norm[0]));
+  barrier_wait(full, 0);
+  if (kHeadDim < kThreads && dim >= kHeadDim && splits_live <= kClusterCtas) return;
+  float2 norm[kClusterCtas], total;
   float value[kClusterCtas];
-  cluster_arrive();
-  cluster_wait();
-  if (takes_part) {
-    const float* merged = reinterpret_cast<const float*>(shared.merged[rank]);
+  const bool takes_part = dim < kHeadDim;
 #pragma unroll
-    for (int i = 0; i < kClusterCtas; ++i)
-      if (i < sources) {
-        norm[i] = load_peer_pair(peer_address(&shared.merged_norm[rank], i));
-        value[i] = load_peer(peer_address(merged + dim, i));
-      }
-  }
-  float2 total = make_float2(0.0f, 0.0f);
-  float acc = 0.0f;
-  if (takes_part) acc = merge_eight(norm, value, sources, total);
-  cluster_arrive();  // no more reads from here: a peer may leave once all have arrived
-
+  for (int i = 0; i < kClusterCtas; ++i)
+    if (i < sources) {
+      norm[i] = shared.inbox_norm[i];
+      value[i] = takes_part ? reinterpret_cast<const float*>(shared.inbox[i])[dim] : 0.0f;
+    }
+  float acc = merge_eight(norm, value, sources, total);
   const int clusters = (splits_live + kClusterCtas - 1) / kClusterCtas;
-  if (clusters == 1) {
-    if (takes_part)
-      a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
-  } else if (rank < heads) {
+  if (clusters > 1) {
     const int64_t part_floats = static_cast<int64_t>(a.n_q) * kHeadDim;
     float* partial = a.partials + static_cast<int64_t>(head) * kHeadDim + dim;
     if (takes_part) partial[cluster * part_floats] = acc;
     if (dim == 0) norms[static_cast<int64_t>(cluster) * a.n_q + head] = total;
-    if (arrive_last(a.counters + head, clusters, &shared.last) && takes_part) {
+    if (!arrive_last(a.counters + head, clusters, &shared.last) || !takes_part) return;
 #pragma unroll
-      for (int i = 0; i < kClusterCtas; ++i)
-        if (i < clusters) {
-          norm[i] = __ldcg(norms + static_cast<int64_t>(i) * a.n_q + head);
-          value[i] = __ldcg(partial + i * part_floats);
-        }
-      acc = merge_eight(norm, value, clusters, total);
-      a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
-    }
+    for (int i = 0; i < kClusterCtas; ++i)
+      if (i < clusters) {
+        norm[i] = __ldcg(norms + static_cast<int64_t>(i) * a.n_q + head);
+        value[i] = __ldcg(partial + i * part_floats);
+      }
+    acc = merge_eight(norm, value, clusters, total);
   }
-  if (has_work) cluster_wait();
+  if (takes_part)
+    a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
 }
 
 static_assert(kMaxSplits / kClusterCtas <= kClusterCtas, "merge_eight takes the clusters too");
@@ -456,7 +464,7 @@ static_assert(kMaxSplits / kClusterCtas <= kClusterCtas, "merge_eight takes the 
 // ---- decode -------------------------------------------------------------------------------------
 
 template <int kHeadDim, int kCluster, bool kRope>
-__global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments a, int group) {
   using L = Lane<kHeadDim>;
   constexpr int kHalf = kHeadDim / 2;
   constexpr int kUnits = kHeadDim / 4;
@@ -464,14 +472,22 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   let_dependents_launch();
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int g = lane >> 2, t = lane & 3;
-  const int split = blockIdx.x, splits = gridDim.x;
-  const int group = a.n_q / a.n_kv, head_blocks = (group + kHeads - 1) / kHeads;
-  const int kv_head = blockIdx.y / head_blocks, head_block = blockIdx.y - kv_head * head_blocks;
+  const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, head_block = blockIdx.z;
   const int first_head = kv_head * group + head_block * kHeads;
   const int heads = min(kHeads, group - head_block * kHeads);
   const int64_t stride = static_cast<int64_t>(a.n_kv) * kHeadDim;
   const uint16_t* k_cache = a.k_cache + kv_head * kHeadDim;
   const uint16_t* v_cache = a.v_cache + kv_head * kHeadDim;
+
+#ifdef DECODEV2_HOPPER
+  if (kCluster > 1) {
+    if (thread == 0) {
+      barrier_init(shared_address(&shared.inbox_full), 1);
+      barriers_visible();
+    }
+    cluster_arrive();
+  }
+#endif
 
   // Everything that does not depend on the position is asked for together with the position.
   wait_for_predecessors();
@@ -506,7 +522,10 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
     load_keys<kHeadDim>(r, k_cache, stride, row0, readable, g, t);
     load_values<kHeadDim>(r, v_cache, stride, row0, readable, g, t);
     const int64_t table = table_row(position, a.max_seq) * kHeadDim;
-    const bool owner = stored && static_cast<int>(position) / kTile % splits == split;
+    Angles<kHeadDim> angles;
+    if (kRope) load_angles<kHeadDim>(angles, a.cos + table, a.sin + table, t);
+    const int live_tile = stored ? static_cast<int>(position) / kTile : -1;
+    const bool owner = live_tile < splits ? live_tile == split : live_tile % splits == split;
     if (owner && thread < kHeadDim) {
       if (thread < kHalf) rotate_pair(first, second, a.cos[table + pair], a.sin[table + pair]);
       const uint16_t low = to_bf16(first), high = to_bf16(second);
@@ -520,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
         slot[pair + kHalf] = high;
       }
     }
-    if (kRope) rotate_query<kHeadDim>(query, a.cos + table, a.sin + table, t);
+    if (kRope) rotate_query<kHeadDim>(query, angles, t);
     split_query<kHeadDim>(r, query);
     if (owner) __syncthreads();
 
@@ -593,10 +612,13 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     store_warp_partial<kHeadDim>(shared, r, m, sum, warp, g, t);
-    if (kRope && split == 0 && blockIdx.y == 0 && thread == 0)
+    if (kRope && split == 0 && blockIdx.y == 0 && blockIdx.z == 0 && thread == 0)
       *a.valid_len = static_cast<int32_t>(wanted);
   }
   __syncthreads();
+#ifdef DECODEV2_HOPPER
+  if (kCluster > 1 && splits_live > 1) cluster_wait();
+#endif
 
   float2* norms = reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(splits / kCluster) *
                                                              a.n_q * kHeadDim);
@@ -611,22 +633,27 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
       if (splits_live == 1) {
         const float by = reciprocal_or_zero(norm.y);
         out[i] = make_float4(acc.x * by, acc.y * by, acc.z * by, acc.w * by);
-      } else if (kCluster == 1) {
+      } else if constexpr (kCluster == 1) {
         partial[i] = acc;
         if (u == 0) norms[static_cast<int64_t>(split) * a.n_q + first_head + h] = norm;
       } else {
-        shared.merged[h][u] = acc;
-        if (u == 0) shared.merged_norm[h] = norm;
+#ifdef DECODEV2_HOPPER
+        const int me = split % kCluster;
+        const uint32_t barrier = peer_address(&shared.inbox_full, h);
+        send_16(peer_address(&shared.inbox[me][u], h), acc, barrier);
+        if (u == 0) send_8(peer_address(&shared.inbox_norm[me], h), norm, barrier);
+#endif
       }
     }
   }
   if (splits_live == 1) return;
   if constexpr (kCluster == 1) {
-    if (arrive_last(a.counters + blockIdx.y, splits_live, &shared.last))
+    if (arrive_last(a.counters + first_head, splits_live, &shared.last))
       merge_all_parts<kHeadDim>(a, shared, norms, first_head, heads, splits_live);
   } else {
 #ifdef DECODEV2_HOPPER
-    merge_cluster<kHeadDim>(a, shared, norms, first_head, heads, splits_live, has_work);
+    if (split % kCluster < heads)
+      merge_cluster<kHeadDim>(a, shared, norms, first_head, splits_live);
 #endif
   }
 }
@@ -646,7 +673,7 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kv_kernel(AttnArguments a) 
   const float sin = __ldg(a.sin + position * a.head_dim + d);
   const int64_t kv_width = static_cast<int64_t>(a.n_kv) * a.head_dim;
   if (head < a.n_q) {
-    float* q = a.q + (column * a.n_q + head) * a.head_dim + d;
+    float* q = a.q + column * a.ld_q + head * a.head_dim + d;
     rotate_pair(q[0], q[half], cos, sin);
     return;
   }
@@ -654,12 +681,12 @@ __global__ void __launch_bounds__(kRopeThreads) rope_kv_kernel(AttnArguments a) 
   const int64_t kv_head = head - a.n_q - (is_key ? 0 : a.n_kv), offset = kv_head * a.head_dim + d;
   float first, second;
   if (is_key) {
-    float* k = a.k + column * kv_width + offset;
+    float* k = a.k + column * a.ld_kv + offset;
     first = k[0], second = k[half];
     rotate_pair(first, second, cos, sin);
     k[0] = first, k[half] = second;
   } else {
-    const float* v = a.v + column * kv_width + offset;
+    const float* v = a.v + column * a.ld_kv + offset;
     first = v[0], second = v[half];
   }
   uint16_t* slot = (is_key ? a.k_cache : a.v_cache) + position * kv_width + offset;
@@ -734,7 +761,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
   for (int o = 16; o; o >>= 1) limit = max(limit, __shfl_xor_sync(~0u, limit, o));
   limit = min(limit, a.max_seq);
   int length[2];
-  int64_t row_offset[2];  // of the row's head in q and out
+  int64_t row_offset[2];  // of the row's head in out
   uint32_t q_high[kSteps][4], q_low[kSteps][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -743,13 +770,13 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
     const int column = exists ? row / group : 0, head = row % group;
     length[i] = exists ? min(a.valid_len[column], a.max_seq) : 0;
     row_offset[i] = (static_cast<int64_t>(column) * a.n_q + kv_head * group + head) * kHeadDim;
+    const float* q_row = a.q + column * a.ld_q + (kv_head * group + head) * kHeadDim;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float2 v = make_float2(0.0f, 0.0f);
-        if (exists)
-          v = *reinterpret_cast<const float2*>(a.q + row_offset[i] + 16 * s + 8 * e + 2 * t);
+        if (exists) v = *reinterpret_cast<const float2*>(q_row + 16 * s + 8 * e + 2 * t);
         split_bf16(v.x, v.y, q_high[s][2 * e + i], q_low[s][2 * e + i]);
       }
   }
@@ -926,9 +953,9 @@ __global__ void __launch_bounds__(kThreads, 2) attn_prefill_kernel(AttnArguments
 template <int kHeadDim, int kCluster, bool kRope>
 cudaError_t launch_decode_as(const AttnArguments& a, bool pdl, cudaStream_t stream) {
   const int splits = decode_splits(a.n_kv, a.max_seq);
-  const int head_blocks = ceil_div(a.n_q / a.n_kv, kHeads);
+  const int group = a.n_q / a.n_kv;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ceil_div(splits, kCluster) * kCluster, a.n_kv * head_blocks);
+  config.gridDim = dim3(ceil_div(splits, kCluster) * kCluster, a.n_kv, ceil_div(group, kHeads));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
@@ -943,7 +970,7 @@ cudaError_t launch_decode_as(const AttnArguments& a, bool pdl, cudaStream_t stre
     attributes[config.numAttrs].val.clusterDim.y = 1;
     attributes[config.numAttrs++].val.clusterDim.z = 1;
   }
-  return cudaLaunchKernelEx(&config, attn_decode_kernel<kHeadDim, kCluster, kRope>, a);
+  return cudaLaunchKernelEx(&config, attn_decode_kernel<kHeadDim, kCluster, kRope>, a, group);
 }
 
 template <int kHeadDim>

@@ -86,16 +86,11 @@ __device__ __forceinline__ bool in_cache(int64_t position, int max_seq) {
 
 // ---- last arrival -------------------------------------------------------------------------------
 
-// Called by all threads of a CTA after their partials are stored: true in the CTA that comes last
-// of `parties`, which may then read what the others stored. The counter is back at 0 afterwards.
+// By all threads of a CTA after their partials are stored: true in the CTA that comes last.
 __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties,
                                             uint32_t* shared_flag) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    *shared_flag = atomicInc(counter, parties - 1) == parties - 1;
-    __threadfence();
-  }
+  if (threadIdx.x == 0) *shared_flag = comes_last(counter, parties);
   __syncthreads();
   return *shared_flag != 0;
 }

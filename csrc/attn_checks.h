@@ -5,7 +5,7 @@
 
 namespace decodev2 {
 
-// Columns of q, k, v may be parts of wider rows (one qkv buffer), so they share a row stride.
+// Columns of q, k and v may be parts of wider rows (one qkv buffer).
 inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
                                     const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
                                     torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials,
@@ -16,8 +16,8 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
                     " KV heads");
   for (const torch::Tensor* t : {static_cast<const torch::Tensor*>(&q), static_cast<const torch::Tensor*>(&k), &v})
     TORCH_CHECK_VALUE(t->is_cuda() && t->scalar_type() == torch::kFloat && t->dim() == 2 && t->size(0) == n &&
-                          t->stride(1) == 1 && (n == 1 || t->stride(0) == q.stride(0)),
-                      "q, k and v need Float rows of one stride, found ", t->sizes(), " ", t->strides());
+                          t->stride(1) == 1 && (n == 1 || t == &q || t->stride(0) == k.stride(0)),
+                      "q, k and v need Float rows, k and v of one stride, found ", t->sizes(), " ", t->strides());
   TORCH_CHECK_VALUE(k.size(1) == n_kv * head_dim && v.size(1) == n_kv * head_dim, "k is ", k.sizes(), " and v ",
                     v.sizes(), ", need ", n_kv * head_dim, " columns");
   check_tensor(cos, "cos", torch::kFloat, max_seq * head_dim, q);
@@ -47,7 +47,8 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
   a.out = out.mutable_data_ptr<float>();
   a.partials = partials.mutable_data_ptr<float>();
   a.counters = static_cast<uint32_t*>(counters.mutable_data_ptr());
-  a.ld_qkv = q.stride(0);
+  a.ld_q = q.stride(0);
+  a.ld_kv = k.stride(0);
   a.n = static_cast<int>(n);
   a.n_q = static_cast<int>(n_q);
   a.n_kv = static_cast<int>(n_kv);

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32) attn_one_warp_kernel(AttnArguments a) {
   const int length = min(a.valid_len[column], a.max_seq);
   using Softmax = WarpSoftmax<kHeadDim>;
   Softmax softmax;
-  softmax.start(a.q + at, lane);
+  softmax.start(a.q + column * a.ld_q + head * kHeadDim, lane);
   for (int row = 0; row < length; ++row) {
     const int64_t offset = row * stride + kv_head * kHeadDim;
     softmax.add(a.k_cache + offset, a.v_cache + offset, lane);

@@ -89,7 +89,8 @@ struct AttnArguments {
   float* out;                // [n, n_q * head_dim]
   float* partials;           // scratch, attn_partial_floats(...)
   uint32_t* counters;        // [n_q]; zero once after allocation, every launch leaves them zero
-  int64_t ld_qkv;            // floats from one column's q (k, v) to the next: they may share wide rows
+  int64_t ld_q;              // floats from one column of q to the next: columns may be parts of wider rows
+  int64_t ld_kv;             // the same of k and v
   int n;                     // columns
   int n_q;                   // query heads
   int n_kv;                  // key / value heads, divides n_q

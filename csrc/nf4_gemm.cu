@@ -595,7 +595,7 @@ __device__ __forceinline__ void multiply_tiles(float (&sum)[2][kColumnTiles][4],
 // The warp's slice of K, plain copies: every lane copies the codes it will read itself, a k group shares columns.
 template <int kColumnTiles>
 __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4], const KernelArguments& a, int item,
-                                               int column_block, uint8_t* shared, int thread, bool first) {
+                                               int column_block, uint8_t* shared, int thread, int passed) {
   using S = Shared<GemmVariant::kPlain>;
   constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
   const Place p = find_place(a, item, thread);
@@ -642,7 +642,7 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
   };
 
   fetch_weights(0);
-  if (first) {  // weights are constants: they may be asked for before the kernels in front have finished
+  if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
     prefetch_weights(a, item, thread);
     let_dependents_launch();
     build_compact_table(shared, thread, kThreads);
@@ -702,7 +702,7 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     const uint32_t scales = width * 32, tile_bytes = a.groups * kBlockBytes;
     uint32_t bytes = (end - in_panel) * kBlockCodes;
     if (end == width) bytes += scales;  // the scales follow at once
-    const uint8_t* from = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(block);
+    const uint8_t* from = a.panels + static_cast<int64_t>(opaque(p.tile)) * tile_bytes + block_offset(block);
     uint32_t to = weights + slot * 2 * kPanelBytes + in_panel * kBlockCodes;
     const uint32_t full = weights + S::kSlotFull + slot * 8;
     barrier_expect(full, p.tiles * (bytes + (end == width ? 0 : scales)));
@@ -740,10 +740,10 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     __syncthreads();
   }
   const int panels = p.steps == 0 ? 0 : (block_end - 1) / 4 - p.block_begin / 4 + 1;
-  int slot = passed * panels & 1, slot_phase = passed * panels >> 1 & 1;
+  int panel = passed * panels;  // counts on; its low bit is the slot, the next one the phase
   int stage = passed * p.steps % a.depth, phase = passed * p.steps / a.depth & 1;
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, slot ^ i);
+  for (int i = 0; i < 2; ++i) fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, (panel + i) & 1);
   if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
     let_dependents_launch();
     build_pair_table(shared, thread, kThreads);
@@ -758,11 +758,12 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
 
   for (int block = p.block_begin; block < block_end;) {
     const int width = panel_width(block), panel_end = min((block | 3) + 1, block_end);
+    const uint32_t slot = weights + (panel & 1) * 2 * kPanelBytes;
     StepAddresses at;
-    at.codes = weights + slot * 2 * kPanelBytes + (block & 3) * kBlockCodes + lane16;
-    at.scale_lo = weights + slot * 2 * kPanelBytes + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
+    at.codes = slot + (block & 3) * kBlockCodes + lane16;
+    at.scale_lo = slot + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
     at.scale_hi = at.scale_lo + 16 * width;
-    barrier_wait(weights + S::kSlotFull + slot * 8, slot_phase);
+    barrier_wait(weights + S::kSlotFull + (panel & 1) * 8, panel >> 1 & 1);
     for (; block < panel_end; ++block) {
       // depth - 1 steps ahead, into the room of the step before
       fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1, stage == 0 ? phase : phase ^ 1);
@@ -777,9 +778,8 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
       at.scale_lo += 2;
       at.scale_hi += 2;
     }
-    fetch_weights((panel_end | 3) + 1, slot);  // the panel after the next takes this one's room
-    slot_phase ^= slot;
-    slot ^= 1;
+    fetch_weights((panel_end | 3) + 1, panel & 1);  // the panel after the next takes this one's room
+    ++panel;
   }
 }
 
@@ -788,32 +788,33 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
 template <int kColumnTiles, GemmVariant kVariant>
 __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  for (int i = blockIdx.x; i < a.row_groups * a.splits; i += gridDim.x) {
-    for (int column_block = 0; column_block < a.column_blocks; ++column_block) {
-      const int item = opaque(i), thread = opaque(threadIdx.x);
-      const int passed = (i - blockIdx.x) / gridDim.x * a.column_blocks + column_block;  // items so far
-      float sum[2][kColumnTiles][4] = {};
-      if constexpr (kVariant == GemmVariant::kPlain) {
-        multiply_plain<kColumnTiles>(sum, a, item, column_block, shared, thread, passed == 0);
-      } else {
+  for (int passed = 0;; ++passed) {  // items: the column blocks of one row group and split, then of the next
+    const int item = blockIdx.x + passed / a.column_blocks * gridDim.x, column_block = passed % a.column_blocks;
+    if (item >= a.row_groups * a.splits) break;
+    float sum[2][kColumnTiles][4] = {};
+    if constexpr (kVariant == GemmVariant::kPlain) {
+      multiply_plain<kColumnTiles>(sum, a, item, column_block, shared, threadIdx.x, passed);
+      __syncthreads();  // the rings are drained: sums take their room
+    } else {
 #ifdef DECODEV2_HOPPER
-        multiply_bulk<kColumnTiles>(sum, a, item, column_block, shared, thread, passed);
+      multiply_bulk<kColumnTiles>(sum, a, item, column_block, shared, threadIdx.x, passed);
 #endif
-      }
-
-      if constexpr (kVariant == GemmVariant::kPlain) __syncthreads();  // the rings are drained, sums take their room
-      const uint32_t sums = shared_address(shared) + Shared<kVariant>::kTable;
-      const uint32_t mine = sums + (threadIdx.x >> 5) * Shared<kVariant>::sums(kColumnTiles) + (threadIdx.x & 31) * 16;
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j)
-          store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
-      __syncthreads();
-      finish_item<kColumnTiles, kVariant>(a, opaque(i), column_block, sums, opaque(threadIdx.x));
-      if constexpr (kVariant == GemmVariant::kBulk) before_bulk_copies();
-      __syncthreads();  // the sums are read: the rings may fill again
     }
+
+    const int thread = opaque(threadIdx.x);
+    const uint32_t sums = shared_address(shared) + Shared<kVariant>::kTable;
+    const uint32_t mine = sums + (thread >> 5) * Shared<kVariant>::sums(kColumnTiles) + (thread & 31) * 16;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j)
+        store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
+    __syncthreads();
+    const int again = opaque(passed);
+    finish_item<kColumnTiles, kVariant>(a, blockIdx.x + again / a.column_blocks * gridDim.x, again % a.column_blocks,
+                                        sums, thread);
+    if constexpr (kVariant == GemmVariant::kBulk) before_bulk_copies();
+    __syncthreads();  // the sums are read: the rings may fill again
   }
 }
 

@@ -202,9 +202,7 @@ __global__ void __launch_bounds__(kThreads) argmax_kernel(ArgmaxArguments a) {
   best = block_best(best, scratch[0]);
   if (threadIdx.x == 0) {
     a.partials[blockIdx.x] = best;
-    __threadfence();
-    last = atomicInc(a.counter, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
+    last = comes_last(a.counter, gridDim.x);
   }
   __syncthreads();
   if (!last) return;
