@@ -608,40 +608,35 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
   const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
   const auto scale_slot = [&](int block) { return scales + ((block >> 2) & 1) * 2 * S::kScaleSlot; };
 
-  int weights_block = p.block_begin;  // the next to fetch
-  const uint8_t* weights = a.panels + static_cast<int64_t>(p.tile) * tile_bytes + block_offset(weights_block) + lane16;
-  const auto fetch_weights = [&](int slot) {
-    if (weights_block < block_end) {
-      const int in_panel = weights_block & 3, width = panel_width(weights_block);
-      const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(weights_block) + lane16;
-      const uint8_t* const from_scales = weights + (width - in_panel) * kBlockCodes;
-      const bool new_panel = (in_panel == 0 || weights_block == p.block_begin) && p.lane < 2 * width;
+  const auto fetch_weights = [&](int block, int slot) {
+    if (block < block_end) {
+      const int in_panel = block & 3, width = panel_width(block);
+      const uint8_t* from = a.panels + static_cast<int64_t>(opaque(p.tile)) * tile_bytes + block_offset(block) + lane16;
+      const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(block) + lane16;
+      const int scales_behind = (width - in_panel) * kBlockCodes;
+      const bool new_panel = (in_panel == 0 || block == p.block_begin) && p.lane < 2 * width;
       if (p.tiles > 0) {
-        copy_16(to, weights);
-        if (new_panel) copy_16(scales_to, from_scales);
+        copy_16(to, from);
+        if (new_panel) copy_16(scales_to, from + scales_behind);
       }
       if (p.tiles > 1) {
-        copy_16(to + kBlockCodes, weights + tile_bytes);
-        if (new_panel) copy_16(scales_to + S::kScaleSlot, from_scales + tile_bytes);
+        from += tile_bytes;
+        copy_16(to + kBlockCodes, from);
+        if (new_panel) copy_16(scales_to + S::kScaleSlot, from + scales_behind);
       }
-      weights += in_panel == 3 ? kPanelBytes - 3 * kBlockCodes : kBlockCodes;
-      ++weights_block;
     }
     commit_copies();
   };
-  int columns_left = p.steps;  // to fetch
-  const uint8_t* columns = a.columns + (static_cast<int64_t>(column_block) * a.groups + p.block_begin) * kStageBytes;
-  const auto fetch_columns = [&](int stage) {
-    if (columns_left > 0) {
+  const auto fetch_columns = [&](int block, int stage) {
+    if (block < block_end) {
+      const uint8_t* from = a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
       const uint32_t to = stages + stage * kStageBytes;
-      for (uint32_t i = (p.pair * 32 + p.lane) * 16; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, columns + i);
-      columns += kStageBytes;
-      --columns_left;
+      for (uint32_t i = (p.pair * 32 + p.lane) * 16; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, from + i);
     }
     commit_copies();
   };
 
-  fetch_weights(0);
+  fetch_weights(p.block_begin, 0);
   if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
     prefetch_weights(a, item, thread);
     let_dependents_launch();
@@ -649,11 +644,13 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
     __syncthreads();
     wait_for_predecessors();
   }
+#pragma unroll 1
   for (int i = 0; i < a.depth - 1; ++i) {
-    fetch_columns(i);
-    fetch_weights(i + 1);
+    fetch_columns(p.block_begin + i, i);
+    fetch_weights(p.block_begin + i + 1, i + 1);
   }
   int stage = 0, slot = 0;
+#pragma unroll 1
   for (int block = p.block_begin; block < block_end; ++block) {
     // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
     if (a.depth == 2) wait_copies<1>();
@@ -661,8 +658,8 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
     else wait_copies<5>();
     sync_threads_of(1 + p.k_group, a.pairs * 32);
     // into the room of the step before
-    fetch_columns((stage == 0 ? a.depth : stage) - 1);
-    fetch_weights((slot == 0 ? a.depth + 1 : slot) - 1);
+    fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1);
+    fetch_weights(block + a.depth, (slot == 0 ? a.depth + 1 : slot) - 1);
 
     const int width = panel_width(block);
     StepAddresses at;
@@ -756,30 +753,28 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     fetch_columns(p.block_begin + i, stage + i - round * a.depth, phase ^ round);
   }
 
-  for (int block = p.block_begin; block < block_end;) {
-    const int width = panel_width(block), panel_end = min((block | 3) + 1, block_end);
+#pragma unroll 1
+  for (int block = p.block_begin; block < block_end; ++block) {
+    // depth - 1 steps ahead, into the room of the step before
+    fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1, stage == 0 ? phase : phase ^ 1);
     const uint32_t slot = weights + (panel & 1) * 2 * kPanelBytes;
+    const int width = panel_width(block);
     StepAddresses at;
     at.codes = slot + (block & 3) * kBlockCodes + lane16;
     at.scale_lo = slot + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
     at.scale_hi = at.scale_lo + 16 * width;
+    at.columns = columns + S::kStages + stage * kStageBytes + lane16;
     barrier_wait(weights + S::kSlotFull + (panel & 1) * 8, panel >> 1 & 1);
-    for (; block < panel_end; ++block) {
-      // depth - 1 steps ahead, into the room of the step before
-      fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1, stage == 0 ? phase : phase ^ 1);
-      at.columns = columns + S::kStages + stage * kStageBytes + lane16;
-      barrier_wait(columns + stage * 8, phase);
-      multiply_tiles<kColumnTiles, GemmVariant::kBulk>(sum, p.tiles, at, table, lane4);
-      __syncwarp();
-      if (p.lane == 0)
-        arrive_after(columns + S::kStageFree + stage * 8, sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
-      if (++stage == a.depth) stage = 0, phase ^= 1;
-      at.codes += kBlockCodes;
-      at.scale_lo += 2;
-      at.scale_hi += 2;
+    barrier_wait(columns + stage * 8, phase);
+    multiply_tiles<kColumnTiles, GemmVariant::kBulk>(sum, p.tiles, at, table, lane4);
+    __syncwarp();
+    if (p.lane == 0)
+      arrive_after(columns + S::kStageFree + stage * 8, sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
+    if (++stage == a.depth) stage = 0, phase ^= 1;
+    if ((block & 3) == 3) {
+      fetch_weights(block + 5, panel & 1);  // the panel after the next takes this one's room
+      ++panel;
     }
-    fetch_weights((panel_end | 3) + 1, panel & 1);  // the panel after the next takes this one's room
-    ++panel;
   }
 }
 
