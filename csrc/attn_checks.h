@@ -30,10 +30,7 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
   check_tensor(v_cache, "v_cache", torch::kBFloat16, k_cache.numel(), q);
   check_tensor(counters, "counters", torch::kInt32, n_q, q);
   check_tensor(out, "out", torch::kFloat, n * q_dim, q);
-  check_tensor(partials, "partials", torch::kFloat,
-               attn_partial_floats(static_cast<int>(n_q), static_cast<int>(n_kv), static_cast<int>(head_dim),
-                                   static_cast<int>(max_seq)),
-               q);
+  check_tensor(partials, "partials", torch::kFloat, 1, q);
   AttnArguments a = {};
   a.q = q.mutable_data_ptr<float>();
   a.k = k.mutable_data_ptr<float>();
@@ -57,8 +54,10 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
   return a;
 }
 
-// One attention launcher as a Python function. `flags`: rope inside (bool), merge (AttnMerge), pdl.
-template <cudaError_t (*kLaunch)(const AttnArguments&, const AttnPlan&, cudaStream_t)>
+// One attention launcher as a Python function: RoPE inside or not, AttnMerge, programmatic launch. kPartialFloats
+// says how much scratch the kernel needs.
+template <cudaError_t (*kLaunch)(const AttnArguments&, const AttnPlan&, cudaStream_t),
+          int64_t (*kPartialFloats)(int n_q, int n_kv, int head_dim, int max_seq)>
 void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
                    const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
                    torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials, torch::Tensor& counters,
@@ -66,6 +65,8 @@ void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, c
   const c10::cuda::CUDAGuard guard(q.device());
   const AttnArguments a =
       attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out);
+  const int64_t floats = kPartialFloats(a.n_q, a.n_kv, a.head_dim, a.max_seq);
+  TORCH_CHECK_VALUE(partials.numel() >= floats, "partials has ", partials.numel(), " floats, attention needs ", floats);
   AttnPlan plan = {};
   plan.merge = static_cast<AttnMerge>(merge);
   plan.rope = rope;

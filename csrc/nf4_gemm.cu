@@ -18,7 +18,7 @@
 // Floor     the larger of rows * K_pad * 17 / 32 bytes at the card's read rate and 2 rows cols n operations
 // Variants  plain   cp.async, block by block, table of 32 KB (one more shift per look-up); any architecture
 //           bulk    bulk copies of whole panels, table of 64 KB; sm_90 and newer with 227 KB of shared memory
-//           each for 8, 16, 32, 48 or 64 columns per pass over the weights
+//           each for 8, 16 or 32 columns per pass over the weights, bulk for 48 and 64 too
 #include "launch.h"
 #include "nf4.cuh"
 
@@ -30,6 +30,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kPrepareThreads = 512;
 constexpr int kColumnTileBytes = 1024;  // 64 k x 8 columns of half
 constexpr int kMaxDepth = 4;
+constexpr int kPlainColumnTiles = 4;  // most of them per pass without bulk copies: registers
 
 // ---- how a matrix is divided --------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ struct Shared<GemmVariant::kBulk> {
   static constexpr int kTable = kTableBytes;
   static constexpr int kSlotFull = 2 * 2 * kPanelBytes;  // barriers behind a warp's panels
   static constexpr int kWarpWeights = kSlotFull + 128;
-  static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
+  [[maybe_unused]] static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
   static constexpr int kStages = 128;
   static __host__ __device__ constexpr int weights(int) { return kWarps * kWarpWeights; }
   static __host__ __device__ constexpr int columns(int depth, int stage_bytes) { return kStages + depth * stage_bytes; }
@@ -122,7 +123,8 @@ bool make_schedule(int tiles, int groups, int n, const GemmPlan& plan, Schedule*
   };
   int widest = 0;
   for (const int column_tiles : {1, 2, 4, 6, 8})
-    if (bytes(column_tiles, 2) <= plan.shared_limit) widest = column_tiles;
+    if (bytes(column_tiles, 2) <= plan.shared_limit && (column_tiles <= kPlainColumnTiles || plan.variant == GemmVariant::kBulk))
+      widest = column_tiles;
   if (widest == 0) return false;
   const int all_column_tiles = divide_up(n, 8);
   s->column_blocks = divide_up(all_column_tiles, widest);
@@ -828,9 +830,11 @@ cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl,
     case 1: return start<1, kVariant>(a, s, pdl, stream);
     case 2: return start<2, kVariant>(a, s, pdl, stream);
     case 4: return start<4, kVariant>(a, s, pdl, stream);
-    case 6: return start<6, kVariant>(a, s, pdl, stream);
-    default: return start<8, kVariant>(a, s, pdl, stream);
+    default: break;
   }
+  if constexpr (kVariant == GemmVariant::kBulk)
+    return s.column_tiles == 6 ? start<6, kVariant>(a, s, pdl, stream) : start<8, kVariant>(a, s, pdl, stream);
+  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace

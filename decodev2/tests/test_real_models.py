@@ -24,7 +24,7 @@ from decodev2.text import load_text
 from decodev2.tokenloop import TokenLoop
 
 NEW = 64
-CAP = 0.1  # largest logit difference between any two of them; logits are of size 10 to 30
+CAP = 0.01  # largest logit difference between any two of them; logits are of size 10 to 30
 MAX_SEQ = 512
 
 LONG = (
@@ -151,7 +151,7 @@ def check_choices(label, ids, chosen_from, reference):
 
 @pytest.mark.parametrize("name", [*CHAT, "raw", "ignoring end tokens"])
 def test_all_four_choose_the_same_ids(real, name, record_property):
-    prompt = real.cases.get(name, real.cases["capital"])
+    prompt = real.cases.get(name, real.cases["list"])
     eos_ids = () if name == "ignoring end tokens" else real.spec.eos_ids
     assert real.spec.eos_ids
     if name == "over 200 tokens":
@@ -257,8 +257,7 @@ def test_generating_holds_the_packed_model_once(name, real_models, record_proper
     )
     record_property("rest_bytes", over)
     assert over < 300e6
-    # A dense copy of the weights, or a second packed one, would not fit in that.
-    assert 8 * weights.nbytes / 4.25 * 4 > 300e6
+    assert weights.nbytes * 32 / 4.25 > 300e6, "the model is too small to show a dense copy"
 
 
 if __name__ == "__main__":
