@@ -515,17 +515,28 @@ struct Place {
   int steps;        // blocks of 64 k in it
 };
 
+// Warp w runs on scheduler w % 4. Uneven pairs spread over the schedulers when each k group starts at another one;
+// with six pairs they already do.
+__device__ __forceinline__ int turn(int pairs, int k_group) { return pairs == 4 ? k_group : 0; }
+
+__device__ __forceinline__ int warp_of(int pairs, int k_group, int pair) {
+  return k_group * pairs + (pair + pairs - turn(pairs, k_group)) % pairs;
+}
+
 __device__ __forceinline__ Place find_place(const KernelArguments& a, int item, int thread) {
   Place p;
   p.lane = thread & 31;
-  p.k_group = (thread >> 5) / a.pairs;
-  p.pair = (thread >> 5) - p.k_group * a.pairs;
+  const int warp = thread >> 5, tiles = a.tiles;
+  p.k_group = warp / a.pairs;
+  p.pair = (warp + turn(a.pairs, p.k_group)) % a.pairs;
   p.row_group = item / a.splits;
   p.split = item - p.row_group * a.splits;
-  const int64_t tiles = a.tiles, groups = a.groups;
-  p.tile = static_cast<int>(tiles * p.row_group / a.row_groups) + 2 * p.pair;
-  p.tiles = min(max(static_cast<int>(tiles * (p.row_group + 1) / a.row_groups) - p.tile, 0), 2);
+  const int first = static_cast<int64_t>(tiles) * p.row_group / a.row_groups;
+  const int count = static_cast<int64_t>(tiles) * (p.row_group + 1) / a.row_groups - first;
+  p.tile = first + count * p.pair / a.pairs;
+  p.tiles = first + count * (p.pair + 1) / a.pairs - p.tile;
   const int slice = p.split * a.k_groups + p.k_group, slices = a.splits * a.k_groups;
+  const int64_t groups = a.groups;
   p.block_begin = static_cast<int>(groups * slice / slices);
   p.steps = static_cast<int>(groups * (slice + 1) / slices) - p.block_begin;
   return p;
@@ -563,7 +574,7 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   for (int piece = p.k_group; piece < pieces; piece += a.k_groups) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int k = 0; k < a.k_groups; ++k)
-      add(total, load_shared_float4(sums + (k * a.pairs + p.pair) * Shared<kVariant>::sums(kColumnTiles) + piece * 512 + p.lane * 16));
+      add(total, load_shared_float4(sums + warp_of(a.pairs, k, p.pair) * Shared<kVariant>::sums(kColumnTiles) + piece * 512 + p.lane * 16));
     if (a.splits == 1) store(piece, total);
     else __stcg(reinterpret_cast<float4*>(partials + p.split * stride + piece * 128), total);
   }
@@ -837,26 +848,8 @@ cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl,
   return cudaErrorInvalidConfiguration;
 }
 
-}  // namespace
-
-GemmVariant choose_gemm_variant(int compute_capability, int shared_limit) {
-  return compute_capability >= 90 && shared_limit >= 227 * 1024 ? GemmVariant::kBulk : GemmVariant::kPlain;
-}
-
-size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) {
-  Schedule s;
-  if (tiles <= 0 || groups <= 0 || n <= 0 || !make_schedule(tiles, groups, n, plan, &s)) return 0;
-  return divide_workspace(tiles, groups, s).bytes;
-}
-
-cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream) {
-  const bool swiglu = kind == GemmKind::kSwiglu;
-  if (a.n <= 0 || a.rows <= 0 || a.cols <= 0 || a.groups != divide_up(a.cols, kGroup) ||
-      a.tiles != divide_up(a.rows, swiglu ? kTileRows / 2 : kTileRows) || a.ld_x < a.cols || a.ld_y < a.rows ||
-      (swiglu && (a.bias || a.residual)))
-    return cudaErrorInvalidValue;
-  Schedule s;
-  if (!make_schedule(a.tiles, a.groups, a.n, plan, &s)) return cudaErrorInvalidConfiguration;
+cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan& plan, const Schedule& s,
+                             cudaStream_t stream) {
   const Workspace w = divide_workspace(a.tiles, a.groups, s);
   if (a.workspace_bytes < w.bytes || reinterpret_cast<uintptr_t>(a.workspace) % 16) return cudaErrorInvalidValue;
 
@@ -900,6 +893,29 @@ cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPla
   k.swiglu = swiglu;
   return plan.variant == GemmVariant::kBulk ? start_columns<GemmVariant::kBulk>(k, s, plan.pdl, stream)
                                             : start_columns<GemmVariant::kPlain>(k, s, plan.pdl, stream);
+}
+
+}  // namespace
+
+GemmVariant choose_gemm_variant(int compute_capability, int shared_limit) {
+  return compute_capability >= 90 && shared_limit >= 227 * 1024 ? GemmVariant::kBulk : GemmVariant::kPlain;
+}
+
+size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) {
+  Schedule s;
+  if (tiles <= 0 || groups <= 0 || n <= 0 || !make_schedule(tiles, groups, n, plan, &s)) return 0;
+  return divide_workspace(tiles, groups, s).bytes;
+}
+
+cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream) {
+  const bool swiglu = kind == GemmKind::kSwiglu;
+  if (a.n <= 0 || a.rows <= 0 || a.cols <= 0 || a.groups != divide_up(a.cols, kGroup) ||
+      a.tiles != divide_up(a.rows, swiglu ? kTileRows / 2 : kTileRows) || a.ld_x < a.cols || a.ld_y < a.rows ||
+      (swiglu && (a.bias || a.residual)))
+    return cudaErrorInvalidValue;
+  Schedule s;
+  if (!make_schedule(a.tiles, a.groups, a.n, plan, &s)) return cudaErrorInvalidConfiguration;
+  return launch_scheduled(a, swiglu, plan, s, stream);
 }
 
 }  // namespace decodev2

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _discard_stdout() -> None:
-    """What standard output still holds after an error of its own would fail again at exit, loudly."""
+    """What stdout still holds after an error of its own would fail again at exit, loudly."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return

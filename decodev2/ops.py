@@ -32,7 +32,7 @@ def embed(c: Arena, weights: ModelWeights) -> None:
         )
         return
     embed_rows(weights.embed, c.token, c.x)
-    c.valid_len.copy_(c.position).add_(1)
+    c.valid_len.copy_(c.position).add_(c.one)
 
 
 def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from hf import hf_tensors
 from tiny import ANSWER_ID, BYTES, END_ID, WIDE_BYTES, chain, dense_tensors, run_of, write_model
 

@@ -77,7 +77,7 @@ def fails(run):
 @pytest.mark.parametrize("executor", ("decodev2", "tokenloop", "oracle"))
 def test_json_is_one_object_and_nothing_else(run, talker, executor):
     status, out, err = run("generate", "--model", talker, "--prompt", "hi", "--json",
-                           "--executor", executor)  # fmt: skip
+                           "--device", "cpu", "--executor", executor)  # fmt: skip
     assert status == 0 and err == ""
     assert out.count("\n") == 1 and out.endswith("}\n")
 
@@ -120,7 +120,8 @@ def test_text_streams_while_it_is_made(talker, monkeypatch):
 
 def test_options_of_generate(run, talker):
     def ids(*more):
-        status, out, _ = run("generate", "--model", talker, "--json", "--prompt", "hi", *more)
+        status, out, _ = run("generate", "--model", talker, "--json", "--prompt", "hi",
+                             "--device", "cpu", *more)  # fmt: skip
         assert status == 0
         return json.loads(out)["ids"]
 
@@ -129,7 +130,7 @@ def test_options_of_generate(run, talker):
     assert ids("--ignore-eos", "--max-new-tokens", 10) == [*whole, ord("x")]
     assert ids("--raw", "--max-new-tokens", 2) == [0, 0]  # no `<|answer|>` at the end
     assert ids("--max-seq", 8) == whole[:4]  # 5 of the prompt, then the context is full
-    assert ids("--chr", talker.with_suffix(".chr"), "--device", "cpu", "--threads", 1) == whole
+    assert ids("--chr", talker.with_suffix(".chr"), "--threads", 1) == whole
 
 
 def test_prompt_from_stdin(run, talker, monkeypatch):
@@ -166,7 +167,8 @@ def copy(random_model, tmp_path):
 
 
 def generate(folder, *more):
-    return ("generate", "--model", folder, "--prompt", "hi", "--max-new-tokens", 2, *more)
+    fixed = ("--prompt", "hi", "--max-new-tokens", 2, "--device", "cpu")
+    return ("generate", "--model", folder, *fixed, *more)
 
 
 def test_wrong_paths(fails, copy, tmp_path):

@@ -22,7 +22,7 @@ SOURCE = """\
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(kAnswer); }
-static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "toy", "", -1, methods};
 PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
 """

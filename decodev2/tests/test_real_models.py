@@ -192,9 +192,7 @@ def test_all_four_choose_the_same_ids(real, name, record_property):
 
 def test_answers_make_sense(real):
     """The one thing no comparison shows: that all of them are not wrong together."""
-    result = runner.generate(
-        real.state, real.weights, real.cases["capital"], 24, real.spec.eos_ids
-    )
+    result = runner.generate(real.state, real.weights, real.cases["capital"], 24, real.spec.eos_ids)
     assert "Paris" in real.text.decode(result.ids)
 
 
@@ -247,7 +245,7 @@ def test_generating_holds_the_packed_model_once(name, real_models, record_proper
     base, _ = peak_bytes("-c", BASELINE)
     peak, _ = peak_bytes(
         "-m", "decodev2", "generate", "--model", folder, "--prompt", "Hello", "--json",
-        "--max-new-tokens", "16",
+        "--max-new-tokens", "16", "--device", "cpu",
     )  # fmt: skip
     over = peak - base - needed
     print(

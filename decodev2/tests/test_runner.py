@@ -13,6 +13,7 @@ from decodev2.errors import DecodeError, ModelError, PromptError
 from decodev2.load import load_weights
 from decodev2.plan import TINY_INTERNLM, TINY_LLAMA
 from decodev2.state import allocate_state
+from decodev2.step import greedy_decode
 from decodev2.synth import SynthModel, build
 
 
@@ -112,6 +113,41 @@ def test_a_cache_of_one_slot():
         assert len(result.ids) == 1 and result.stop_reason == "context full", name
 
 
+# ---- ids read in batches ----
+
+
+@pytest.mark.parametrize("steps_per_read", (1, 2, 3, 8, 100))
+def test_reading_several_steps_at_once_changes_nothing(steps_per_read):
+    """The host reads ids every few steps: the same ids, reasons and callbacks."""
+    model = chain(TINY_LLAMA, run_of(3, 10, 11, 12, 7, *range(13, 21)))
+    weights, state = load_weights(model), allocate_state(TINY_LLAMA)
+    steps = 0
+
+    def step():
+        nonlocal steps
+        greedy_decode(state, weights)
+        steps += 1
+
+    def generate(prompt, max_new, eos_ids=()):
+        nonlocal steps
+        seen, steps = [], 0
+        result = runner.generate(state, weights, prompt, max_new, eos_ids, seen.append,
+                                 step=step, steps_per_read=steps_per_read)  # fmt: skip
+        assert seen == result.ids
+        assert len(result.ids) - 1 <= steps <= min(max_new - 1, 16 - len(prompt))
+        return result.ids, result.stop_reason
+
+    for _ in range(2):  # ids of the request before must not show
+        assert generate(PROMPT, 10, (3, 7)) == ([10, 11, 12, 7], "end token 7")
+        assert generate(PROMPT, 4, (7,)) == ([10, 11, 12, 7], "end token 7")
+        assert generate(PROMPT, 3) == ([10, 11, 12], "max_new_tokens")
+        assert generate(PROMPT, 1) == ([10], "max_new_tokens")
+        full = [10, 11, 12, 7, *range(13, 21), 0]
+        assert generate(PROMPT, 100) == (full, "context full")
+        assert generate(PROMPT * 4, 100) == ([10], "context full")
+        assert generate(PROMPT, 100, (20,)) == (full[:-1], "end token 20")
+
+
 # ---- what is refused ----
 
 
@@ -155,8 +191,8 @@ def test_one_nan_logit_changes_no_choice(executor):
     unused = next(i for i in range(32) if i not in want)
     scales = packed.scales.copy()
     scales[unused] = np.nan
-    model = SynthModel(TINY_LLAMA, dict(MODEL.tensors) | {"lm_head": replace(packed, scales=scales)})
-    assert executors(model)[executor](PROMPT, 8).ids == want
+    tensors = dict(MODEL.tensors) | {"lm_head": replace(packed, scales=scales)}
+    assert executors(SynthModel(TINY_LLAMA, tensors))[executor](PROMPT, 8).ids == want
 
 
 # ---- what is reported ----

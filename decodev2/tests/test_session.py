@@ -16,10 +16,15 @@ from tiny import ANSWER_ID, BYTES, END, END_ID, write_model
 from decodev2 import native, oracle, session
 from decodev2.errors import ContainerError, DecodeError, ModelError, PromptError
 from decodev2.load import load_weights, open_model
-from decodev2.session import answer, open_session
+from decodev2.session import answer, pick_device
 from decodev2.state import allocate_state
 
 EXECUTORS = ("decodev2", "tokenloop", "oracle")
+
+
+def open_session(*args, device="cpu", **options):
+    """These tests are about the CPU, also on a machine with a GPU."""
+    return session.open_session(*args, device=device, **options)
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -89,7 +94,8 @@ def test_all_executors_give_the_same_ids(random_model):
 
 
 def test_auto_is_decodev2(random_model):
-    opened = open_session(random_model)
+    opened = open_session(random_model, device="auto")
+    assert opened.device == pick_device("auto")
     assert opened.executor == "decodev2" and opened.state is not None and opened.weights
     assert opened.load_s > 0 and opened.warmup_s > 0
     assert opened.packed_bytes == opened.weights.bytes_per_token > 0

@@ -162,9 +162,7 @@ def test_internlm_twin_gives_the_same_bits():
     model = build(SIX_HEADS, 15)  # 6 heads, 2 KV: grouped and concatenated rows differ
     twin = internlm_twin(model)
     ids = ids_of(SIX_HEADS, 8)
-    mine, its = (
-        forced_logits(allocate_state(m.spec), load_weights(m), ids) for m in (model, twin)
-    )
+    mine, its = (forced_logits(allocate_state(m.spec), load_weights(m), ids) for m in (model, twin))
     np.testing.assert_array_equal(mine, its)
     np.testing.assert_allclose(its, oracle.step_logits(twin, ids), rtol=0, atol=CAP)
     assert eager_ids(load_weights(model), PROMPT, 9) == eager_ids(load_weights(twin), PROMPT, 9)
@@ -225,9 +223,7 @@ def test_eps_of_the_config_reaches_every_norm():
         mine, its = step.trace(state, weights)[buffer], oracle.trace(model, ids[:1])[buffer]
         np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-7)
     small = replace(spec, rms_eps=1e-5)
-    constant = forced_logits(
-        allocate_state(small), replace(load_weights(model), spec=small), ids
-    )
+    constant = forced_logits(allocate_state(small), replace(load_weights(model), spec=small), ids)
     assert np.abs(constant - want).max() > 0.1
 
 
@@ -240,15 +236,19 @@ def test_finished_is_set_by_any_end_token_and_stays():
     for eos in ((7,), (3, 7), (1000, 999, 998, 7), (7, 7), (10,), (17, 15)):
         state = allocate_state(TINY_LLAMA)
         reset(state, eos)
-        flags = []
         consume_prompt(state, weights, PROMPT)
-        flags.append(int(state.finished))
-        for token_id in ids[1:]:
-            step.greedy_decode(state, weights)
-            assert int(state.token) == token_id
-            flags.append(int(state.finished))
-        first = min(i for i, token_id in enumerate(ids) if token_id in eos)
-        assert flags == [0] * first + [1] * (9 - first)
+        end = min(i for i, token_id in enumerate(ids) if token_id in eos)
+        for n, token_id in enumerate(ids):
+            if n:
+                step.greedy_decode(state, weights)
+            assert int(state.finished) == (n >= end)
+            # Past the end the state stands still.
+            assert int(state.token) == (token_id if n <= end else ids[end])
+            assert int(state.position) == len(PROMPT) + min(n, end)
+        assert state.history[4 : 5 + end].tolist() == ids[: end + 1]
+        reset(state)
+        consume_prompt(state, weights, PROMPT)  # usable afterwards
+        assert (int(state.token), int(state.finished)) == (ids[0], 0)
     for eos in ((), (1000,), (0, 1, 2, 3, 18, 19, 20, 21)):
         state = allocate_state(TINY_LLAMA)
         reset(state, eos)

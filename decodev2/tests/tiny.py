@@ -3,6 +3,7 @@ can open."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|answer|>{% endif %}"
 )
 # A vocabulary of 256 bytes and three special tokens.
-BYTES = replace(
-    TINY_LLAMA, name="tiny-bytes", vocab=259, max_seq=64, eos_ids=(END_ID,)
-)
+BYTES = replace(TINY_LLAMA, name="tiny-bytes", vocab=259, max_seq=64, eos_ids=(END_ID,))
 # The same with room for one dimension per id, for `chain`.
 WIDE_BYTES = replace(BYTES, name="tiny-chain", hidden=320, n_q=2, n_kv=1)
 
@@ -56,7 +55,7 @@ def chain(spec: ArchSpec, successor: dict[int, int]) -> SynthModel:
 
 def run_of(*ids: int) -> dict[int, int]:
     """Successors along a sequence, for `chain`."""
-    return dict(zip(ids, ids[1:], strict=False))
+    return dict(itertools.pairwise(ids))
 
 
 def dense_tensors(model: SynthModel) -> dict[str, np.ndarray]:
