@@ -848,8 +848,10 @@ cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl,
   return cudaErrorInvalidConfiguration;
 }
 
+enum Parts { kBothLaunches, kPrepareOnly, kMatrixOnly };  // one alone is for timing
+
 cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan& plan, const Schedule& s,
-                             cudaStream_t stream) {
+                             cudaStream_t stream, int parts = kBothLaunches) {
   const Workspace w = divide_workspace(a.tiles, a.groups, s);
   if (a.workspace_bytes < w.bytes || reinterpret_cast<uintptr_t>(a.workspace) % 16) return cudaErrorInvalidValue;
 
@@ -866,9 +868,11 @@ cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan
   p.groups = a.groups;
   p.column_tiles = s.column_tiles;
   p.arrival_count = arrival_count(s);
-  const cudaError_t error =
-      launch(prepare_columns, s.column_blocks * s.column_tiles * 8, kPrepareThreads, 0, stream, plan.pdl, p);
-  if (error != cudaSuccess) return error;
+  if (parts != kMatrixOnly) {
+    const cudaError_t error =
+        launch(prepare_columns, s.column_blocks * s.column_tiles * 8, kPrepareThreads, 0, stream, plan.pdl, p);
+    if (error != cudaSuccess || parts == kPrepareOnly) return error;
+  }
 
   KernelArguments k = {};
   k.panels = a.panels;

@@ -6,15 +6,22 @@ from __future__ import annotations
 import torch
 
 from . import native
-from .linear import PackedLinear
+from .linear import Linear, PackedLinear
+from .panels import PanelLinear
 
 
-def embed_rows(table: PackedLinear | torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+def embed_rows(table: Linear | torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = row ids[i]. ids int64 [n], out float32 [n, hidden].
 
     `table` is packed NF4, or a dense float32 [vocab, hidden] for the small synthetic models.
     """
-    if isinstance(table, PackedLinear):
+    if out.is_cuda:
+        rows, vocab = (
+            (table.panels, table.rows) if hasattr(table, "panels") else (table, len(table))
+        )
+        scratch = torch.empty_like(ids, dtype=torch.int32)
+        native.cuda("step").embed(ids, ids, scratch, rows, vocab, out, False)
+    elif isinstance(table, PackedLinear):
         native.cpu().embed(ids, table.codes, table.scales, table.rows, out)
     else:
         torch.index_select(table, 0, ids, out=out)

@@ -1,8 +1,8 @@
 """The correctness gates: what an executor must show before its speed means anything.
 
-`decodev2 gates --device cuda` runs them all and records a plate stamped with the hash of the kernels
-it ran (`runs/gates/`). Each gate compares with the float32 oracle or with a fresh state and yields
-rows; a gate that cannot run here says why, it never passes in silence.
+`decodev2 gates --device cuda` runs them all and records a plate stamped with the hash of the
+kernels it ran (`runs/gates/`). Each gate compares with the float32 oracle or with a fresh state and
+yields rows; a gate that cannot run here says why, it never passes in silence.
 """
 
 from __future__ import annotations

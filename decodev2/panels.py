@@ -63,9 +63,15 @@ def gate_up_from_packed(gate: Packed, up: Packed, device: torch.device | str) ->
     return PanelLinear(_pack(codes, scales), gate.shape[0], gate.shape[1])
 
 
-def panel_shapes(spec: ArchSpec) -> list[tuple[int, int]]:
-    """(tiles, groups) of every kind of matrix in a layer."""
+def plain_rows(gate_up: PanelLinear) -> PanelLinear:
+    """A gate/up matrix seen as its rows: per tile 8 gate rows, then the 8 up rows of the units."""
+    return PanelLinear(gate_up.panels, gate_up.tiles * TILE_ROWS, gate_up.cols)
+
+
+def panel_shapes(spec: ArchSpec, head: bool) -> list[tuple[int, int]]:
+    """(tiles, groups) of every kind of matrix in a layer, and of the head if asked."""
     rows_cols = [
+        *([(spec.vocab, spec.hidden)] if head else []),
         (spec.q_dim + 2 * spec.kv_dim, spec.hidden),
         (spec.hidden, spec.q_dim),
         (2 * -(-spec.intermediate // 8) * 8, spec.hidden),

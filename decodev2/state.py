@@ -86,9 +86,18 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
     )
 
 
+def product_scratch(spec: ArchSpec, n: int, device) -> torch.Tensor:
+    """Scratch for the products of one step over up to n columns."""
+    if torch.device(device).type == "cpu":
+        return torch.zeros(panel_size(spec, n))
+    with torch.cuda.device(device):
+        size = cuda_scratch_bytes(panel_shapes(spec, head=n == 1), n)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
 def _cpu_scratch(spec: ArchSpec, chunk: int) -> dict:
     return {
-        "panel": torch.zeros(panel_size(spec, chunk)),
+        "panel": product_scratch(spec, chunk, "cpu"),
         "scores": torch.zeros(spec.n_q, spec.max_seq + 16),
     }
 
@@ -96,13 +105,12 @@ def _cpu_scratch(spec: ArchSpec, chunk: int) -> dict:
 def _cuda_scratch(spec: ArchSpec, chunk: int, device: str) -> dict:
     with torch.cuda.device(device):
         properties = torch.cuda.get_device_properties(device)
-        products = cuda_scratch_bytes(panel_shapes(spec), chunk)
         partials = native.cuda("attn").partial_floats(
             spec.n_q, spec.n_kv, spec.head_dim, spec.max_seq
         )
     slots = 2 * properties.multi_processor_count
     return {
-        "panel": torch.zeros(products, dtype=torch.uint8, device=device),
+        "panel": product_scratch(spec, chunk, device),
         "scores": torch.zeros(partials, device=device),
         "counters": torch.zeros(spec.n_q, dtype=torch.int32, device=device),
         "candidates": (
