@@ -40,21 +40,24 @@ EmbedTable embed_table(const Tensor& table, int64_t rows, int64_t hidden, const 
   return t;
 }
 
-// x[i] = embedding row of token[i]; valid_len[i] = position[i] + 1
-void embed(const Tensor& token, const Tensor& position, Tensor& valid_len, const Tensor& table, int64_t rows, Tensor& x,
+// x[i] = embedding row of token[i]; with a position also valid_len[i] = position[i] + 1
+void embed(const Tensor& token, const Optional& position, const Optional& valid_len, const Tensor& table, int64_t rows, Tensor& x,
            bool pdl) {
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t n = token.numel();
   check_tensor(x, "x", torch::kFloat, n, x);
-  TORCH_CHECK_VALUE(token.scalar_type() == torch::kInt64 && position.scalar_type() == torch::kInt64 &&
-                        position.numel() == n && valid_len.scalar_type() == torch::kInt32 && valid_len.numel() == n &&
-                        x.size(0) == n,
-                    "embed: token, position, valid_len and x need ", n, " columns");
+  TORCH_CHECK_VALUE(token.scalar_type() == torch::kInt64 && x.dim() == 2 && x.size(0) == n, "token is ",
+                    token.scalar_type(), " ", token.sizes(), ", needs Long ids for the ", x.size(0), " rows of x");
+  TORCH_CHECK_VALUE(position.has_value() == valid_len.has_value(), "position and valid_len come together");
+  if (position) {
+    check_tensor(*position, "position", torch::kInt64, n, x);
+    check_tensor(*valid_len, "valid_len", torch::kInt32, n, x);
+  }
   EmbedArguments a = {};
   a.table = embed_table(table, rows, x.size(1), x);
   a.token = token.const_data_ptr<int64_t>();
-  a.position = position.const_data_ptr<int64_t>();
-  a.valid_len = valid_len.mutable_data_ptr<int32_t>();
+  a.position = data_or_null<const int64_t>(position);
+  a.valid_len = data_or_null<int32_t>(valid_len);
   a.x = x.mutable_data_ptr<float>();
   a.n = static_cast<int>(n);
   check_launch(launch_embed_rows(a, pdl, at::cuda::getCurrentCUDAStream()), "embed");

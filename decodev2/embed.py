@@ -16,11 +16,9 @@ def embed_rows(table: Linear | torch.Tensor, ids: torch.Tensor, out: torch.Tenso
     `table` is packed NF4, or a dense float32 [vocab, hidden] for the small synthetic models.
     """
     if out.is_cuda:
-        rows, vocab = (
-            (table.panels, table.rows) if hasattr(table, "panels") else (table, len(table))
-        )
-        scratch = torch.empty_like(ids, dtype=torch.int32)
-        native.cuda("step").embed(ids, ids, scratch, rows, vocab, out, False)
+        packed = isinstance(table, PanelLinear)
+        rows, vocab = (table.panels, table.rows) if packed else (table, len(table))
+        native.cuda("step").embed(ids, None, None, rows, vocab, out, False)
     elif isinstance(table, PackedLinear):
         native.cpu().embed(ids, table.codes, table.scales, table.rows, out)
     else:
