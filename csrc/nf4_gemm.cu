@@ -571,6 +571,7 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   };
 
   // the warps of a pair share out its pieces
+#pragma unroll 1
   for (int piece = p.k_group; piece < pieces; piece += a.k_groups) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int k = 0; k < a.k_groups; ++k)
@@ -587,7 +588,9 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   if (p.lane == 0) arrived = atomicAdd(arrivals, 1u);
   arrived = __shfl_sync(~0u, arrived, 0);
   if (arrived != static_cast<unsigned>(a.splits - 1)) return;
+  if (p.lane == 0) *arrivals = 0;
   __threadfence();
+#pragma unroll 1
   for (int piece = p.k_group; piece < pieces; piece += 2 * a.k_groups) {
     const int other = piece + a.k_groups;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), other_sum = sum;
@@ -697,7 +700,7 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
   using S = Shared<GemmVariant::kBulk>;
   constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
   const Place p = find_place(a, item, thread);
-  const uint32_t lane4 = opaque(p.lane * 4), lane16 = opaque(p.lane * 16), table = shared_address(shared);
+  const uint32_t lane4 = opaque(p.lane * 4), table = shared_address(shared);
   // [2 slots][2 tiles] of panels, 2 barriers: a slot has landed
   const uint32_t weights = table + S::kTable + (thread >> 5) * S::kWarpWeights;
   // barriers: a stage has landed, a stage is free; then the stages
@@ -725,8 +728,9 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
       to += kPanelBytes;
     }
   };
+  const bool leads = p.lane == 0 && p.pair == 0;  // the k group
   const auto fetch_columns = [&](int block, int stage, int phase) {
-    if (p.lane != 0 || p.pair != 0 || block >= block_end) return;
+    if (!leads || block >= block_end) return;
     const uint8_t* from = a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
     const uint32_t full = columns + stage * 8;
     barrier_wait(columns + S::kStageFree + stage * 8, phase ^ 1);  // since the round before; the first round passes
@@ -773,10 +777,10 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     const uint32_t slot = weights + (panel & 1) * 2 * kPanelBytes;
     const int width = panel_width(block);
     StepAddresses at;
-    at.codes = slot + (block & 3) * kBlockCodes + lane16;
+    at.codes = slot + (block & 3) * kBlockCodes + p.lane * 16;
     at.scale_lo = slot + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
     at.scale_hi = at.scale_lo + 16 * width;
-    at.columns = columns + S::kStages + stage * kStageBytes + lane16;
+    at.columns = columns + S::kStages + stage * kStageBytes + p.lane * 16;
     barrier_wait(weights + S::kSlotFull + (panel & 1) * 8, panel >> 1 & 1);
     barrier_wait(columns + stage * 8, phase);
     multiply_tiles<kColumnTiles, GemmVariant::kBulk>(sum, p.tiles, at, table, lane4);

@@ -223,6 +223,76 @@ def dirty_tail(bench: Bench, device: str):
     yield wrong, 0, wrong == 0
 
 
+# ---- a real model: the CUDA graph against the CPU executor ----
+
+SHORT = "Explain in three sentences why the sky is blue at noon and red in the evening."
+LONG = " ".join(
+    f"In the year {1900 + 7 * i} a traveller noted the river {i + 3} feet above its old mark."
+    for i in range(12)
+)
+PROMPTS = {"short": SHORT, "long": f"{LONG} In which of these years did it stand highest, and why?"}
+NEW_TOKENS = 64
+NEAR_TIE_CAP = 0.5  # bf16 keys and values, half activations: largest logit difference that counts
+REPLAYS = 10_000
+
+
+def run_model(folder: str, chr_path: str | None = None, replays: int = REPLAYS) -> Iterator[Row]:
+    """Greedy ids of the CUDA graph against the CPU executor's, on a packed model.
+
+    Where the two part, the CPU's margin between the two ids must be smaller than the largest logit
+    difference measured there, and that under NEAR_TIE_CAP (a near tie). Then one prompt again and
+    again: ids must repeat and no memory may grow.
+    """
+    from .session import open_session
+
+    cpu = open_session(folder, chr_path, device="cpu", max_seq=1024)
+    cuda = open_session(folder, chr_path, device="cuda", max_seq=1024)
+    if cuda.graph is None:
+        raise RuntimeError("the step could not be captured")
+
+    def row(gate: str, measured: float, limit: float, ok: bool) -> Row:
+        return Row(gate, cpu.spec.name, "gemv, graph", float(measured), float(limit), bool(ok))
+
+    for name, text in PROMPTS.items():
+        prompt = cpu.encode(text)
+        for ignore_eos in (False, True):
+            found = cuda.generate(prompt, NEW_TOKENS, ignore_eos).ids
+            expected = cpu.generate(prompt, NEW_TOKENS, ignore_eos).ids
+            gate = f"ids, {name} prompt of {len(prompt)}{', past the end' if ignore_eos else ''}"
+            yield row(gate, *_parting(cpu, cuda, prompt, expected, found))
+    prompt = cpu.encode(SHORT)
+    expected = cuda.generate(prompt, NEW_TOKENS, ignore_eos=True).ids
+    torch.cuda.synchronize()
+    before, wrong = torch.cuda.memory_allocated(), 0
+    rounds = -(-replays // (NEW_TOKENS - 1))
+    for _ in range(rounds):
+        wrong += cuda.generate(prompt, NEW_TOKENS, ignore_eos=True).ids != expected
+    yield row(f"{rounds * (NEW_TOKENS - 1)} replays, rounds that differ", wrong, 0, wrong == 0)
+    grown = torch.cuda.memory_allocated() - before
+    yield row("bytes grown over the replays", grown, 0, grown == 0)
+    held = cuda.weights.nbytes + cuda.state.nbytes
+    excess = torch.cuda.memory_allocated() / held - 1
+    yield row("allocated beyond weights and state", excess, 0.05, abs(excess) <= 0.05)
+    cpu.close()
+    cuda.close()
+
+
+def _parting(cpu, cuda, prompt: list[int], expected: list[int], found: list[int]):
+    """(margin, logit difference, ok) where the ids first differ; zeros when they never do."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    if at is None:
+        same = len(expected) == len(found)
+        return 0.0, 0.0, same
+    logits = []
+    for session in (cpu, cuda):
+        reset(session.state)
+        forward_prefill(session.state, session.weights, prompt + expected[:at])
+        logits.append(session.state.logits[0].cpu().numpy())
+    margin = float(logits[0][expected[at]] - logits[0][found[at]])
+    difference = float(np.abs(logits[0] - logits[1]).max())
+    return margin, difference, margin < difference <= NEAR_TIE_CAP
+
+
 def prefill_chunks(model: synth.SynthModel, device: str, chunks=(1, 7, 16, 32)) -> list[float]:
     """Max |logit| difference of each prefill chunk size from the first, over a prompt of 40."""
     model = synth.SynthModel(replace(model.spec, max_seq=64), model.tensors)
