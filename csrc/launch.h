@@ -196,4 +196,60 @@ cudaError_t launch_embed_rows(const EmbedArguments& a, bool pdl, cudaStream_t st
 cudaError_t launch_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream);
 cudaError_t launch_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream);
 
+// ---- read_rate.cu: the ceiling -------------------------------------------------------------------
+
+struct ReadArguments {
+  const uint32_t* data;  // [quads * 4], aligned to 16 bytes
+  uint32_t* checksum;    // [1], exclusive or with every word of data
+  int64_t quads;         // 16-byte words
+};
+
+cudaError_t launch_read(const ReadArguments& a, int multiprocessors, cudaStream_t stream);
+
+// ---- ladder_gemv.cu: one column, row-major weights, the rungs of the lab log ----------------------
+
+enum class LadderTable { kConstant, kShared, kShuffle, kBytePermute, kPair };
+
+constexpr int kLadderMatrices = 3;
+
+struct LadderMatrix {
+  const uint8_t* codes;    // [rows, groups * 32 B]
+  const uint16_t* scales;  // float16 [rows, groups]
+  int rows;
+};
+
+struct LadderArguments {
+  LadderMatrix matrix[kLadderMatrices];  // one after the other in y; swiglu: gate, up
+  int matrices;
+  const float* x;            // [cols]
+  float* y;                  // [sum of rows]; swiglu: [rows of gate]
+  const float* norm_weight;  // [cols] or null: x is normed on the way in
+  const float* bias;         // as y, or null
+  const float* residual;     // as y, or null; may be y
+  float eps;                 // of the norm
+  int cols;                  // K
+  int groups;                // K_pad / 64
+};
+
+struct LadderPlan {
+  LadderTable table;
+  int rows;        // 1, 2, 4 or 8 that share x: per CTA with split K, else per warp
+  bool split_k;    // four warps share the K of a row, or one warp a row
+  bool stage_x;    // all of x in shared memory first
+  bool swiglu;     // only lut_shared, split K, x not staged
+  int load_bytes;  // 4 or 16 bytes of codes per load
+  int multiprocessors;
+  int shared_limit;  // bytes of shared memory a CTA may opt in to
+};
+
+// Bytes (1, 4 or 16) that every row of codes is aligned to; a plan may load no more at once.
+int ladder_alignment(const LadderArguments& a);
+// 16 where rows are long enough to keep every lane busy and aligned to it, else 4.
+int choose_ladder_load(const LadderArguments& a, bool split_k);
+int64_t ladder_shared_bytes(const LadderArguments& a, const LadderPlan& plan);
+cudaError_t launch_ladder_gemv(const LadderArguments& a, const LadderPlan& plan,
+                               cudaStream_t stream);
+// y[u] = silu(gate_up[u]) * gate_up[units + u]
+cudaError_t launch_silu_multiply(const float* gate_up, float* y, int units, cudaStream_t stream);
+
 }  // namespace decodev2

@@ -66,6 +66,7 @@ template <>
 struct Shared<GemmVariant::kBulk> {
   static constexpr int kTable = kTableBytes;
   static constexpr int kSlotFull = 2 * 2 * kPanelBytes;  // barriers behind a warp's panels
+  static constexpr int kSources = kSlotFull + 16;  // where the warp's weights and its k group's columns come from
   static constexpr int kWarpWeights = kSlotFull + 128;
   [[maybe_unused]] static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
   static constexpr int kStages = 128;
@@ -308,9 +309,16 @@ __device__ __forceinline__ void before_bulk_copies() {
 
 #ifdef DECODEV2_HOPPER
 
-__device__ __forceinline__ uint64_t evict_normal_policy() {
+// Volatile: made where it is used, not held in registers.
+__device__ __forceinline__ uint64_t keep_in_l2() {
   uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t drop_from_l2() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -601,6 +609,16 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   }
 }
 
+template <int kColumnTiles>
+__device__ __forceinline__ void clear(float (&sum)[2][kColumnTiles][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[r][j][i] = 0.0f;
+}
+
 template <int kColumnTiles, GemmVariant kVariant>
 __device__ __forceinline__ void multiply_tiles(float (&sum)[2][kColumnTiles][4], int tiles, const StepAddresses& at,
                                                uint32_t table, uint32_t lane4) {
@@ -666,6 +684,7 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
     fetch_weights(p.block_begin + i + 1, i + 1);
   }
   int stage = 0, slot = 0;
+  clear(sum);
 #pragma unroll 1
   for (int block = p.block_begin; block < block_end; ++block) {
     // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
@@ -702,20 +721,30 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
   const Place p = find_place(a, item, thread);
   const uint32_t lane4 = opaque(p.lane * 4), table = shared_address(shared);
   // [2 slots][2 tiles] of panels, 2 barriers: a slot has landed
-  const uint32_t weights = table + S::kTable + (thread >> 5) * S::kWarpWeights;
+  const uint32_t weights = opaque(table + S::kTable + (thread >> 5) * S::kWarpWeights);
   // barriers: a stage has landed, a stage is free; then the stages
-  const uint32_t columns = table + S::kTable + S::weights(0) + p.k_group * S::columns(a.depth, kStageBytes);
+  const uint32_t columns = opaque(table + S::kTable + S::weights(0) + p.k_group * S::columns(a.depth, kStageBytes));
   const int block_end = p.block_begin + p.steps;
   const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
 
+  // Only lane 0 needs these, and rarely: no registers of all lanes for them.
+  struct Sources {
+    const uint8_t* panels;   // of the warp's first tile
+    const uint8_t* columns;  // of the column block
+  };
+  Sources* const sources = reinterpret_cast<Sources*>(shared + (weights - table) + S::kSources);
+  if (p.lane == 0) {
+    sources->panels = a.panels + static_cast<int64_t>(p.tile) * a.groups * kBlockBytes;
+    sources->columns = a.columns + static_cast<int64_t>(column_block) * a.groups * kStageBytes;
+  }
   const auto fetch_weights = [&](int block, int slot) {  // from `block` to the end of its panel or of the slice
     if (p.lane != 0 || block >= block_end) return;
-    const uint64_t policy = a.column_blocks > 1 ? evict_normal_policy() : evict_first_policy();
+    const uint64_t policy = a.column_blocks > 1 ? keep_in_l2() : drop_from_l2();
     const int in_panel = block & 3, width = panel_width(block), end = min(width, block_end - (block & ~3));
     const uint32_t scales = width * 32, tile_bytes = a.groups * kBlockBytes;
     uint32_t bytes = (end - in_panel) * kBlockCodes;
     if (end == width) bytes += scales;  // the scales follow at once
-    const uint8_t* from = a.panels + static_cast<int64_t>(opaque(p.tile)) * tile_bytes + block_offset(block);
+    const uint8_t* from = sources->panels + block_offset(block);
     uint32_t to = weights + slot * 2 * kPanelBytes + in_panel * kBlockCodes;
     const uint32_t full = weights + S::kSlotFull + slot * 8;
     barrier_expect(full, p.tiles * (bytes + (end == width ? 0 : scales)));
@@ -729,13 +758,15 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     }
   };
   const bool leads = p.lane == 0 && p.pair == 0;  // the k group
-  const auto fetch_columns = [&](int block, int stage, int phase) {
+  const auto fetch_columns = [&](int block, int at) {  // `at` may run into the next two rounds
     if (!leads || block >= block_end) return;
-    const uint8_t* from = a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
+    if (at >= 2 * a.depth) at -= 2 * a.depth;
+    const int phase = at >= a.depth, stage = at - phase * a.depth;
+    const uint8_t* from = sources->columns + static_cast<int64_t>(block) * kStageBytes;
     const uint32_t full = columns + stage * 8;
     barrier_wait(columns + S::kStageFree + stage * 8, phase ^ 1);  // since the round before; the first round passes
     barrier_expect(full, kStageBytes);
-    bulk_copy(columns + S::kStages + stage * kStageBytes, from, kStageBytes, full, evict_normal_policy());
+    bulk_copy(columns + S::kStages + stage * kStageBytes, from, kStageBytes, full, keep_in_l2());
   };
 
   if (passed == 0) {
@@ -755,7 +786,7 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
   }
   const int panels = p.steps == 0 ? 0 : (block_end - 1) / 4 - p.block_begin / 4 + 1;
   int panel = passed * panels;  // counts on; its low bit is the slot, the next one the phase
-  int stage = passed * p.steps % a.depth, phase = passed * p.steps / a.depth & 1;
+  int position = passed * p.steps % (2 * a.depth);  // through two rounds of the stages: phase 0, then phase 1
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, (panel + i) & 1);
   if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
@@ -765,21 +796,20 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     wait_for_predecessors();
   }
 #pragma unroll 1
-  for (int i = 0; i < a.depth - 1; ++i) {
-    const int round = stage + i >= a.depth;
-    fetch_columns(p.block_begin + i, stage + i - round * a.depth, phase ^ round);
-  }
+  for (int i = 0; i < a.depth - 1; ++i) fetch_columns(p.block_begin + i, position + i);
 
+  clear(sum);
 #pragma unroll 1
   for (int block = p.block_begin; block < block_end; ++block) {
     // depth - 1 steps ahead, into the room of the step before
-    fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1, stage == 0 ? phase : phase ^ 1);
+    fetch_columns(block + a.depth - 1, position + a.depth - 1);
     const uint32_t slot = weights + (panel & 1) * 2 * kPanelBytes;
     const int width = panel_width(block);
     StepAddresses at;
     at.codes = slot + (block & 3) * kBlockCodes + p.lane * 16;
     at.scale_lo = slot + width * kBlockCodes + ((p.lane >> 2) * width + (block & 3)) * 2;
     at.scale_hi = at.scale_lo + 16 * width;
+    const int phase = position >= a.depth, stage = position - phase * a.depth;
     at.columns = columns + S::kStages + stage * kStageBytes + p.lane * 16;
     barrier_wait(weights + S::kSlotFull + (panel & 1) * 8, panel >> 1 & 1);
     barrier_wait(columns + stage * 8, phase);
@@ -787,7 +817,7 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     __syncwarp();
     if (p.lane == 0)
       arrive_after(columns + S::kStageFree + stage * 8, sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
-    if (++stage == a.depth) stage = 0, phase ^= 1;
+    if (++position == 2 * a.depth) position = 0;
     if ((block & 3) == 3) {
       fetch_weights(block + 5, panel & 1);  // the panel after the next takes this one's room
       ++panel;
@@ -803,17 +833,18 @@ __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a)
   for (int passed = 0;; ++passed) {  // items: the column blocks of one row group and split, then of the next
     const int item = blockIdx.x + passed / a.column_blocks * gridDim.x, column_block = passed % a.column_blocks;
     if (item >= a.row_groups * a.splits) break;
-    float sum[2][kColumnTiles][4] = {};
+    float sum[2][kColumnTiles][4];
+    int thread = opaque(threadIdx.x);  // so that nothing made of it is kept from item to item
     if constexpr (kVariant == GemmVariant::kPlain) {
-      multiply_plain<kColumnTiles>(sum, a, item, column_block, shared, threadIdx.x, passed);
+      multiply_plain<kColumnTiles>(sum, a, item, column_block, shared, thread, passed);
       __syncthreads();  // the rings are drained: sums take their room
     } else {
 #ifdef DECODEV2_HOPPER
-      multiply_bulk<kColumnTiles>(sum, a, item, column_block, shared, threadIdx.x, passed);
+      multiply_bulk<kColumnTiles>(sum, a, item, column_block, shared, thread, passed);
 #endif
     }
 
-    const int thread = opaque(threadIdx.x);
+    thread = opaque(threadIdx.x);
     const uint32_t sums = shared_address(shared) + Shared<kVariant>::kTable;
     const uint32_t mine = sums + (thread >> 5) * Shared<kVariant>::sums(kColumnTiles) + (thread & 31) * 16;
 #pragma unroll

@@ -23,6 +23,7 @@ from pathlib import Path
 from .errors import BuildError
 
 CPU_FLAGS = ["-O3", "-std=c++17", "-fopenmp"]
+CUDA_FLAGS = ["-O3", "-std=c++17"]  # and one `gencode`
 
 
 def csrc_folder() -> Path:
@@ -60,12 +61,19 @@ def _exclusive(lock_path: Path):
         yield
 
 
-def _missing_tools() -> list[str]:
+def _missing_tools(cuda: bool) -> list[str]:
     compiler = os.environ.get("CXX", "c++")
     found = {
         "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
         f"C++ compiler ({compiler})": shutil.which(compiler),
     }
+    if cuda:  # torch takes nvcc from this folder or not at all, whatever PATH has
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        if home:
+            where = f"nvcc (CUDA_HOME is {home}, which holds no bin/nvcc)"
+            found[where] = (Path(home) / "bin" / "nvcc").is_file()
+        else:
+            found["nvcc"] = find_nvcc()
     return [name for name, path in found.items() if not path]
 
 
@@ -95,7 +103,7 @@ def _build(
         with _exclusive(folder / "build.lock"):
             if complete.exists() and library.exists():  # needs no ninja and no compiler
                 return _load(module_name, library)
-            missing = _missing_tools()
+            missing = _missing_tools(cuda_flags is not None)
             if missing:
                 raise BuildError(f"building the {name} kernels needs {' and '.join(missing)}")
             print(
@@ -158,6 +166,7 @@ CUDA_EXTENSIONS = (
     "attn",
     "ladder_attn",
     "step",
+    "read_rate",
 )  # csrc/NAME.cu and csrc/NAME_binding.cpp each
 
 
@@ -175,7 +184,8 @@ def cuda(name: str):
     folder = csrc_folder()
     headers = [p for p in folder.iterdir() if p.suffix in (".h", ".cuh")]
     files = [folder / f"{name}.cu", folder / f"{name}_binding.cpp", *headers]
-    flags = ["-O3", "-std=c++17", gencode(*torch.cuda.get_device_capability())]
+    # its own -gencode makes torch leave $TORCH_CUDA_ARCH_LIST alone
+    flags = [*CUDA_FLAGS, gencode(*torch.cuda.get_device_capability())]
     return _build(name, files, ["-O2", "-std=c++17"], folder, flags)
 
 
@@ -193,15 +203,33 @@ def find_nvcc() -> str | None:
     return str(Path(home) / "bin" / "nvcc") if home else None
 
 
+_BUILD_ONE = """\
+import sys
+from decodev2 import native
+from decodev2.errors import BuildError
+try:
+    native.cuda({!r})
+except BuildError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
 def build_cuda() -> None:
     """Build every CUDA extension, side by side, one process each. Raises BuildError."""
-    command = "from decodev2 import native; native.cuda({!r})"
     children = [
-        subprocess.Popen([sys.executable, "-c", command.format(name)]) for name in CUDA_EXTENSIONS
+        subprocess.Popen(
+            [sys.executable, "-c", _BUILD_ONE.format(name)], stdout=subprocess.PIPE, text=True
+        )
+        for name in CUDA_EXTENSIONS
     ]
-    failed = [n for n, child in zip(CUDA_EXTENSIONS, children, strict=True) if child.wait()]
+    said = [child.communicate()[0].strip() for child in children]
+    failed = [
+        (n, s) for n, c, s in zip(CUDA_EXTENSIONS, children, said, strict=True) if c.returncode
+    ]
     if failed:
-        raise BuildError(f"CUDA kernels did not build: {', '.join(failed)}")
+        names = ", ".join(name for name, _ in failed)
+        raise BuildError(failed[0][1] or f"CUDA kernels did not build: {names}")
 
 
 # ---- CPU ----

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent
 GIT_TIMEOUT_S = 5.0
 READ_BUFFER_MB = 512
+CUDA_READ_BUFFER_MB = 4096  # many times any L2
+CUDA_READ_PASSES = 4  # between two events, so that a launch does not count
 
 # Flags that decide which CPU kernel can run, oldest first.
 ISA_FLAGS = (
@@ -178,12 +181,13 @@ def _versions() -> dict[str, str]:
 def measure_read_rate(threads: int, device: str = "cpu", runs: int = 7) -> dict[str, object]:
     """Fastest read-only stream this machine showed, in GB/s (1e9 bytes per second).
 
-    Returns {gb_s, by_threads, method, buffer_mb, runs}. Best, not median: it is used as a ceiling,
-    and other load can only lower it. Every thread count 1, 2, 4 .. `threads` is tried, because a
-    shared memory controller can serve fewer threads faster.
+    Best, not median: it is used as a ceiling, and other load can only lower it. CPU: {gb_s,
+    by_threads, method, buffer_mb, runs}; every thread count 1, 2, 4 .. `threads` is tried, because
+    a shared memory controller can serve fewer threads faster. CUDA: {gb_s, copy_gb_s, method,
+    buffer_mb, runs}; copy_gb_s counts bytes read and bytes written.
     """
     if device.startswith("cuda"):
-        return {"gb_s": None, "gb_s_reason": "no CUDA read kernel yet"}
+        return _cuda_read_rate(device, runs)
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < threads} | {threads})
     megabytes = int(min(READ_BUFFER_MB, (_ram_gb() or 4) * 1024 / 8))
     by_threads = {str(n): _stream_rate(n, megabytes, runs) for n in counts}
@@ -221,6 +225,50 @@ def _stream_rate(threads: int, megabytes: int, runs: int) -> float:
     finally:
         torch.set_num_threads(before)
     return megabytes * 2**20 / best * 1e-9
+
+
+def _cuda_read_rate(device: str, runs: int) -> dict[str, object]:
+    import torch
+
+    from .. import native
+
+    read_all = native.cuda("read_rate").read_all
+    with torch.cuda.device(device):
+        free_mb = torch.cuda.mem_get_info()[0] // 2**20
+        megabytes = min(CUDA_READ_BUFFER_MB, free_mb // 2)
+        if megabytes < 1:
+            return {"gb_s": None, "gb_s_reason": "no free memory on the device to read"}
+        words = torch.empty(megabytes * 2**18, dtype=torch.int32, device="cuda").random_()
+        checksum = torch.zeros(1, dtype=torch.int32, device="cuda")
+        first, second = words.chunk(2)
+        # bytes of one pass: the copy reads one half and writes the other
+        read = _cuda_stream_rate(lambda: read_all(words, checksum), words.nbytes, runs)
+        copy = _cuda_stream_rate(lambda: first.copy_(second), words.nbytes, runs)
+        del words, first, second
+        torch.cuda.empty_cache()  # whoever measures next needs the memory
+    return {
+        "gb_s": round(read, 3),
+        "copy_gb_s": round(copy, 3),
+        "method": "read_all of csrc/read_rate.cu; copy by torch, bytes read and written",
+        "buffer_mb": megabytes,
+        "runs": runs,
+    }
+
+
+def _cuda_stream_rate(work: Callable[[], object], nbytes: int, runs: int) -> float:
+    """GB/s of the best of `runs` groups of passes on the current stream, after one to warm up."""
+    import torch
+
+    best = float("inf")
+    for _ in range(runs + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(CUDA_READ_PASSES):
+            work()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e-3)
+    return CUDA_READ_PASSES * nbytes / best * 1e-9
 
 
 # ---- the state of the code ----

@@ -6,6 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+# Waiting threads that spin make tests many times slower when the machine has other work. Read when
+# torch loads its thread pool.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hf import hf_tensors
