@@ -235,7 +235,7 @@ struct LadderPlan {
   LadderTable table;
   int rows;        // 1, 2, 4 or 8 that share x: per CTA with split K, else per warp
   bool split_k;    // four warps share the K of a row, or one warp a row
-  bool stage_x;    // all of x in shared memory first
+  bool stage_x;    // all of x in shared memory first; needs split K
   bool swiglu;     // only lut_shared, split K, x not staged
   int load_bytes;  // 4 or 16 bytes of codes per load
   int multiprocessors;
@@ -244,8 +244,9 @@ struct LadderPlan {
 
 // Bytes (1, 4 or 16) that every row of codes is aligned to; a plan may load no more at once.
 int ladder_alignment(const LadderArguments& a);
-// 16 where rows are long enough to keep every lane busy and aligned to it, else 4.
-int choose_ladder_load(const LadderArguments& a, bool split_k);
+// 16 where rows are aligned to it, long enough to keep every lane busy, and x is staged: from global
+// memory, lanes that own 32 k each would read x 128 B apart. Else 4.
+int choose_ladder_load(const LadderArguments& a, bool split_k, bool stage_x);
 int64_t ladder_shared_bytes(const LadderArguments& a, const LadderPlan& plan);
 cudaError_t launch_ladder_gemv(const LadderArguments& a, const LadderPlan& plan,
                                cudaStream_t stream);

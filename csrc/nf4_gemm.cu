@@ -3,22 +3,27 @@
 // Computes  plain   y[j][r] = s * sum_k W[r][k] x[j][k] (+ bias[r]) (+ residual[j][r])
 //           swiglu  y[j][u] = silu(gate row u . x[j]) * (up row u . x[j])
 //           x may be normed on the way in: x * rsqrt(mean(x^2) + eps) * norm_weight
-// Owns      prepare_columns: a CTA owns one column of x, writes it as half fragments, scaled by a power of two.
-//           nf4_gemm: a CTA owns a row group (whole tiles) and one of `splits` ranges of K, and takes the column
-//           blocks in turn. Warp (k group, pair) owns two 16-row tiles x one slice of the range x all columns of
-//           the block; slices are added in K order, first in shared memory, then, with splits > 1, by the warp
-//           that arrives last. Every order of addition depends on (rows, cols, device) alone: bits repeat, and a
-//           column's bits do not depend on its neighbours or on how many columns a call has.
-// Grid      prepare_columns: padded columns, 512 threads. nf4_gemm: min(row groups * splits, SMs), 384 threads
-// Shared    pair table | ring of weights, each warp's own | ring of column fragments, shared by the warps of a k
-//           group | barriers (bulk). Afterwards the weight ring takes the sums.
-// Layout    panels of nf4.cuh. Columns: [column block][k block of 64][tile of 8][2][32 lanes][16 B]: lane (g, t)
-//           reads column g, the four registers of MMAs 2i and 2i + 1 of the block, k = 32 i + {0, 8, 16, 24} + 2t
-//           + {0, 1}
-// Floor     the larger of rows * K_pad * 17 / 32 bytes at the card's read rate and 2 rows cols n operations
-// Variants  plain   cp.async, block by block, table of 32 KB (one more shift per look-up); any architecture
-//           bulk    bulk copies of whole panels, table of 64 KB; sm_90 and newer with 227 KB of shared memory
-//           each for 8, 16 or 32 columns per pass over the weights, bulk for 48 and 64 too
+// Owns      prepare_columns: a CTA owns one column of x and writes it as half fragments, scaled by
+//           a power of two.
+//           nf4_gemm: a CTA owns a row group (whole tiles) and one of `splits` ranges of K and
+//           takes the column blocks in turn. Warp (k group, pair) owns up to two 16-row tiles x one
+//           slice of that range x all columns of the block. Slices are added in K order: in shared
+//           memory, then, with splits > 1, by the warp that arrives last. Every order of addition
+//           depends on (rows, cols, device) alone: bits repeat, and a column's bits depend neither
+//           on its neighbours nor on how many columns a call has.
+// Grid      prepare_columns: one CTA of 512 threads per padded column.
+//           nf4_gemm: min(row groups * splits, SMs) CTAs of 384 threads
+// Shared    pair table | ring of weights, each warp's own | ring of column fragments, shared by the
+//           warps of a k group; the sums of the warps lie over the weights at the end
+// Layout    weights: panels of nf4.cuh.
+//           columns: [column block][k block of 64][8 columns][2][32 lanes][16 B]; half i of lane
+//           (g, t) is column g, k = 32 i + {0, 1, 8, 9, 16, 17, 24, 25} + 2 t: b0, b1 of two MMAs
+// Floor     the larger of rows * K_pad * 17 / 32 bytes at the card's read rate and
+//           2 * rows * cols * n operations at its tensor rate
+// Variants  plain   cp.async, block by block, 32 KB table (one more shift per look-up); any card;
+//                   8, 16 or 32 columns per pass over the weights
+//           bulk    bulk copies of whole panels, 64 KB table; sm_90 and newer with 227 KB of shared
+//                   memory; 8, 16, 32, 48 or 64 columns per pass
 #include "launch.h"
 #include "nf4.cuh"
 
@@ -32,7 +37,7 @@ constexpr int kColumnTileBytes = 1024;  // 64 k x 8 columns of half
 constexpr int kMaxDepth = 4;
 constexpr int kPlainColumnTiles = 4;  // most of them per pass without bulk copies: registers
 
-// ---- how a matrix is divided --------------------------------------------------------------------------
+// ---- how a matrix is divided --------------------------------------------------------------------
 
 struct Schedule {
   int pairs;          // warps side by side in rows; each has two tiles
@@ -46,70 +51,107 @@ struct Schedule {
   int shared_bytes;
 };
 
-// Regions of dynamic shared memory, in this order: table, weights, columns. Afterwards the sums of the warps,
-// [warp][piece][lane][4 floats], lie over the weights: with kBulk, each warp's over its own.
+// Regions of dynamic shared memory, in this order: table, weights, columns. Afterwards the sums of
+// the warps, [warp][piece][lane][4 floats], lie over the weights: with kBulk, each warp's over its
+// own.
 template <GemmVariant kVariant>
 struct Shared;
 
 template <>
 struct Shared<GemmVariant::kPlain> {
   static constexpr int kTable = kTableBytes / 2;
-  static constexpr int kScaleSlot = 128;  // 16 rows x 4 scales
-  static constexpr int kScales = kWarps * 2 * 2 * kScaleSlot;  // behind the codes: [warp][2 panels][2 tiles]
-  static __host__ __device__ constexpr int codes(int depth) { return kWarps * 2 * kBlockCodes * (depth + 1); }
+  static constexpr int kScaleSlot = 128;                       // 16 rows x 4 scales
+  static constexpr int kScales = kWarps * 2 * 2 * kScaleSlot;  // [warp][2 panels][2 tiles]
+  static __host__ __device__ constexpr int codes(int depth) {
+    return kWarps * 2 * kBlockCodes * (depth + 1);
+  }
   static __host__ __device__ constexpr int weights(int depth) { return codes(depth) + kScales; }
-  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) { return depth * stage_bytes; }
-  static __host__ __device__ constexpr int sums(int column_tiles) { return 2 * column_tiles * 512; }  // from warp to warp
+  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) {
+    return depth * stage_bytes;
+  }
+  // from warp to warp
+  static __host__ __device__ constexpr int sums(int column_tiles) { return 2 * column_tiles * 512; }
 };
 
 template <>
 struct Shared<GemmVariant::kBulk> {
   static constexpr int kTable = kTableBytes;
   static constexpr int kSlotFull = 2 * 2 * kPanelBytes;  // barriers behind a warp's panels
-  static constexpr int kSources = kSlotFull + 16;  // where the warp's weights and its k group's columns come from
-  static constexpr int kWarpWeights = kSlotFull + 128;
-  [[maybe_unused]] static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
-  static constexpr int kStages = 128;
+  static constexpr int kSources = kSlotFull + 16;        // where weights and columns come from
+  static constexpr int kWarpWeights = kSources + 112;
+  static constexpr int kStageFree = kMaxDepth * 8;  // barriers in front of a k group's stages
+  static constexpr int kStages = 4 * kStageFree;
   static __host__ __device__ constexpr int weights(int) { return kWarps * kWarpWeights; }
-  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) { return kStages + depth * stage_bytes; }
-  static __host__ __device__ constexpr int sums(int) { return kWarpWeights; }  // from warp to warp; spares the barriers
+  static __host__ __device__ constexpr int columns(int depth, int stage_bytes) {
+    return kStages + depth * stage_bytes;
+  }
+  // from warp to warp; spares the barriers
+  static __host__ __device__ constexpr int sums(int) { return kWarpWeights; }
 };
 
 template <GemmVariant kVariant>
 int shared_bytes(int k_groups, int column_tiles, int depth) {
   using S = Shared<kVariant>;
-  const int stream = S::weights(depth) + k_groups * S::columns(depth, column_tiles * kColumnTileBytes);
+  const int stream =
+      S::weights(depth) + k_groups * S::columns(depth, column_tiles * kColumnTileBytes);
   const int sums = kWarps * S::sums(column_tiles);
   return S::kTable + (stream > sums ? stream : sums);
 }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// Cycles of one CTA for a division, to compare divisions with each other: a tile block costs about 56 cycles of
-// an SM at 48 columns, a warp's step about 800, L2 delivers about 32 B per cycle and SM. The columns of the call
-// have no say, so that they cannot change the order of additions.
+// Warp w runs on scheduler w % 4. Uneven pairs spread over the schedulers when each k group starts
+// at another one; with six pairs they already do.
+__host__ __device__ __forceinline__ int turn(int pairs, int k_group) {
+  return pairs == 4 ? k_group : 0;
+}
+
+// x / pairs without the slow division
+__host__ __device__ __forceinline__ int over_pairs(int x, int pairs) {
+  return static_cast<int>(pairs == 6 ? static_cast<unsigned>(x) / 6 : static_cast<unsigned>(x) / 4);
+}
+
+__host__ __device__ __forceinline__ int warp_of(int pairs, int k_group, int pair) {
+  const int at = pair - turn(pairs, k_group);
+  return k_group * pairs + (at < 0 ? at + pairs : at);
+}
+
+// Cycles of one CTA for a division, to compare divisions with each other: a step costs a scheduler
+// about 220 cycles for each tile its warps have (48 columns), and a warp 800; L2 delivers about 32
+// B per cycle and SM. The columns of the call have no say, so that they cannot change the order of
+// additions.
+double cycles(int tiles, int groups, const Schedule& s, int multiprocessors) {
+  const int rows = divide_up(tiles, s.row_groups), blocks = divide_up(groups, s.splits);
+  const int passes = divide_up(s.row_groups * s.splits, multiprocessors);
+  int load[4] = {}, most = 0;
+  for (int k = 0; k < s.k_groups; ++k)
+    for (int pair = 0; pair < s.pairs; ++pair)
+      load[warp_of(s.pairs, k, pair) % 4] += rows * (pair + 1) / s.pairs - rows * pair / s.pairs;
+  for (const int tiles_here : load) most = tiles_here > most ? tiles_here : most;
+  const double step = most * 220.0 > 800.0 ? most * 220.0 : 800.0;
+  const double multiply = divide_up(groups, s.splits * s.k_groups) * step;
+  const double memory = blocks * (rows * 544.0 + 6144.0) / 32.0;
+  return passes * ((multiply > memory ? multiply : memory) + 1500.0) +
+         (s.splits > 1 ? 2500.0 + 100.0 * s.splits : 0.0);
+}
+
 void divide(int tiles, int groups, int multiprocessors, Schedule* best) {
   double best_cycles = 1e30;
   for (const int pairs : {6, 4}) {
-    const int k_groups = kWarps / pairs, needed = divide_up(tiles, 2 * pairs);
+    Schedule s = *best;
+    s.pairs = pairs;
+    s.k_groups = kWarps / pairs;
+    const int needed = divide_up(tiles, 2 * pairs);
     int max_splits = needed < multiprocessors ? multiprocessors / needed : 1;
-    if (max_splits > divide_up(groups, k_groups)) max_splits = divide_up(groups, k_groups);
-    for (int splits = 1; splits <= max_splits; ++splits) {
-      const int passes = splits > 1 ? 1 : divide_up(needed, multiprocessors);
-      int row_groups = passes * multiprocessors / splits;
-      if (row_groups > tiles) row_groups = tiles;
-      const int rows = divide_up(tiles, row_groups), blocks = divide_up(groups, splits);
-      const double compute = blocks * rows * 56.0, path = divide_up(groups, splits * k_groups) * 800.0;
-      const double memory = blocks * (rows * 544.0 + 6144.0) / 32.0;
-      double cycles = compute > path ? compute : path;
-      if (memory > cycles) cycles = memory;
-      cycles = passes * (cycles + 1500.0) + (splits > 1 ? 2500.0 + 100.0 * splits : 0.0);
-      if (cycles < best_cycles) {
-        best_cycles = cycles;
-        best->pairs = pairs;
-        best->k_groups = k_groups;
-        best->row_groups = row_groups;
-        best->splits = splits;
+    if (max_splits > divide_up(groups, s.k_groups)) max_splits = divide_up(groups, s.k_groups);
+    for (s.splits = 1; s.splits <= max_splits; ++s.splits) {
+      s.row_groups = s.splits > 1 ? multiprocessors / s.splits
+                                  : divide_up(needed, multiprocessors) * multiprocessors;
+      if (s.row_groups > tiles) s.row_groups = tiles;
+      const double c = cycles(tiles, groups, s, multiprocessors);
+      if (c < best_cycles) {
+        best_cycles = c;
+        *best = s;
       }
     }
   }
@@ -117,21 +159,26 @@ void divide(int tiles, int groups, int multiprocessors, Schedule* best) {
 
 // False when the device has too little shared memory.
 bool make_schedule(int tiles, int groups, int n, const GemmPlan& plan, Schedule* s) {
+  *s = {};
   divide(tiles, groups, plan.multiprocessors, s);
   const auto bytes = [&](int column_tiles, int depth) {
-    return plan.variant == GemmVariant::kBulk ? shared_bytes<GemmVariant::kBulk>(s->k_groups, column_tiles, depth)
-                                              : shared_bytes<GemmVariant::kPlain>(s->k_groups, column_tiles, depth);
+    return plan.variant == GemmVariant::kBulk
+               ? shared_bytes<GemmVariant::kBulk>(s->k_groups, column_tiles, depth)
+               : shared_bytes<GemmVariant::kPlain>(s->k_groups, column_tiles, depth);
   };
   int widest = 0;
   for (const int column_tiles : {1, 2, 4, 6, 8})
-    if (bytes(column_tiles, 2) <= plan.shared_limit && (column_tiles <= kPlainColumnTiles || plan.variant == GemmVariant::kBulk))
+    if (bytes(column_tiles, 2) <= plan.shared_limit &&
+        (column_tiles <= kPlainColumnTiles || plan.variant == GemmVariant::kBulk))
       widest = column_tiles;
   if (widest == 0) return false;
   const int all_column_tiles = divide_up(n, 8);
   s->column_blocks = divide_up(all_column_tiles, widest);
   for (const int column_tiles : {8, 6, 4, 2, 1})
-    if (column_tiles >= divide_up(all_column_tiles, s->column_blocks)) s->column_tiles = column_tiles;
-  for (s->depth = kMaxDepth; s->depth > 2 && bytes(s->column_tiles, s->depth) > plan.shared_limit;) --s->depth;
+    if (column_tiles >= divide_up(all_column_tiles, s->column_blocks))
+      s->column_tiles = column_tiles;
+  for (s->depth = kMaxDepth; s->depth > 2 && bytes(s->column_tiles, s->depth) > plan.shared_limit;)
+    --s->depth;
   s->shared_bytes = bytes(s->column_tiles, s->depth);
   const int items = s->row_groups * s->splits;
   s->grid = items < plan.multiprocessors ? items : plan.multiprocessors;
@@ -144,19 +191,22 @@ struct Workspace {  // byte offsets
 
 size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-int arrival_count(const Schedule& s) { return s.splits > 1 ? s.column_blocks * s.row_groups * kWarps : 0; }
+int arrival_count(const Schedule& s) {
+  return s.splits > 1 ? s.column_blocks * s.row_groups * kWarps : 0;
+}
 
 Workspace divide_workspace(int tiles, int groups, const Schedule& s) {
   const size_t column_tiles = static_cast<size_t>(s.column_blocks) * s.column_tiles;
   Workspace w;
   w.partials = align_256(column_tiles * groups * kColumnTileBytes);
-  w.column_scale = align_256(w.partials + (s.splits > 1 ? column_tiles * s.splits * tiles * 512 : 0));
+  w.column_scale =
+      align_256(w.partials + (s.splits > 1 ? column_tiles * s.splits * tiles * 512 : 0));
   w.arrivals = align_256(w.column_scale + column_tiles * 8 * sizeof(float));
   w.bytes = align_256(w.arrivals + arrival_count(s) * sizeof(unsigned));
   return w;
 }
 
-// ---- columns: float32 rows of x to half fragments ------------------------------------------------------
+// ---- columns: float32 rows of x to half fragments -----------------------------------------------
 
 struct PrepareArguments {
   const float* x;            // [n, cols], ld_x apart
@@ -183,8 +233,8 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// The power of two that brings `largest` into [2^14, 2^15) and its inverse, both exact. Values down to 2^-28 of the
-// largest keep all bits of half; sums of 64 products stay far inside float32.
+// The power of two that brings `largest` into [2^14, 2^15) and its inverse, both exact. Values down
+// to 2^-28 of the largest keep all bits of half; sums of 64 products stay far inside float32.
 __device__ __forceinline__ float2 power_of_two_scale(float largest) {
   int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;  // largest is not negative
   if (!(largest > 0.0f)) exponent = 14;
@@ -194,7 +244,8 @@ __device__ __forceinline__ float2 power_of_two_scale(float largest) {
 }
 
 // Eight values of one 16-byte fragment: k0 + {0, 1, 8, 9, 16, 17, 24, 25}.
-__device__ __forceinline__ void load_eight(float* v, const float* row, int k0, int cols, bool even) {
+__device__ __forceinline__ void load_eight(float* v, const float* row, int k0, int cols,
+                                           bool even) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int k = k0 + 8 * i;
@@ -214,7 +265,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const Prepare
   const int column = blockIdx.x, thread = threadIdx.x;
   let_dependents_launch();
   wait_for_predecessors();
-  for (int i = column * kPrepareThreads + thread; i < a.arrival_count; i += gridDim.x * kPrepareThreads)
+  for (int i = column * kPrepareThreads + thread; i < a.arrival_count;
+       i += gridDim.x * kPrepareThreads)
     a.arrivals[i] = 0;
 
   const int fragments = a.groups * 8;  // of this column: [k block][2][4 t]
@@ -251,8 +303,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const Prepare
   const int block_columns = a.column_tiles * 8;
   const int column_block = column / block_columns, in_block = column - column_block * block_columns;
   const int64_t block_bytes = static_cast<int64_t>(a.column_tiles) * kColumnTileBytes;
-  uint8_t* to = a.columns + column_block * a.groups * block_bytes + (in_block >> 3) * kColumnTileBytes +
-                (in_block & 7) * 64;
+  uint8_t* to = a.columns + column_block * a.groups * block_bytes +
+                (in_block >> 3) * kColumnTileBytes + (in_block & 7) * 64;
   for (int i = thread; i < fragments; i += kPrepareThreads) {
     float v[8] = {}, w[8];
     const int k0 = (i >> 2) * 32 + (i & 3) * 2;
@@ -266,20 +318,23 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const Prepare
     }
     half2 h[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = __floats2half2_rn(v[2 * e] * scale.x, v[2 * e + 1] * scale.x);
+    for (int e = 0; e < 4; ++e)
+      h[e] = __floats2half2_rn(v[2 * e] * scale.x, v[2 * e + 1] * scale.x);
     *reinterpret_cast<uint4*>(to + (i >> 3) * block_bytes + ((i >> 2) & 1) * 512 + (i & 3) * 16) =
         *reinterpret_cast<const uint4*>(h);
   }
 }
 
-// ---- asynchronous copies and barriers of part of a CTA -------------------------------------------------
+// ---- asynchronous copies and barriers of part of a CTA ------------------------------------------
 
 // 16 bytes global -> shared, past L1.
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
@@ -295,8 +350,8 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 }
 
 __device__ __forceinline__ void store_shared_16(uint32_t address, const float* v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
-               "f"(v[3])
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+               "f"(v[2]), "f"(v[3])
                : "memory");
 }
 
@@ -322,8 +377,8 @@ __device__ __forceinline__ uint64_t drop_from_l2() {
   return policy;
 }
 
-// Arrives once u and v are known. An arrive may overtake loads from shared memory that are still on their way; u and
-// v are sums of what was loaded last.
+// Arrives once u and v are known. An arrive may overtake loads from shared memory that are still on
+// their way; u and v are sums of what was loaded last.
 __device__ __forceinline__ void arrive_after(uint32_t barrier, float u, float v) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.f32 p, %1, %2;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
@@ -336,10 +391,11 @@ __device__ __forceinline__ void arrive_after(uint32_t barrier, float u, float v)
 
 __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   const uint4 v = load_shared_16(address);
-  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+                     __uint_as_float(v.w));
 }
 
-// ---- 32 KB pair table ----------------------------------------------------------------------------------
+// ---- 32 KB pair table ---------------------------------------------------------------------------
 
 __device__ __forceinline__ void build_compact_table(uint8_t* table, int thread, int threads) {
   for (int i = thread; i < 256 * 8; i += threads) {
@@ -360,11 +416,13 @@ __device__ __forceinline__ uint32_t look_up_compact(uint32_t table, uint32_t wor
 
 template <int kByte, GemmVariant kVariant>
 __device__ __forceinline__ uint32_t level_pair(uint32_t table, uint32_t word, uint32_t lane4) {
-  if constexpr (kVariant == GemmVariant::kPlain) return look_up_compact<kByte>(table, word, lane4);
-  else return look_up<kByte>(table, word, lane4);
+  if constexpr (kVariant == GemmVariant::kPlain)
+    return look_up_compact<kByte>(table, word, lane4);
+  else
+    return look_up<kByte>(table, word, lane4);
 }
 
-// ---- one step of a warp: kTiles tiles x 64 k x all columns ---------------------------------------------
+// ---- one step of a warp: kTiles tiles x 64 k x all columns --------------------------------------
 
 struct KernelArguments {
   const uint8_t* panels;
@@ -386,6 +444,10 @@ struct KernelArguments {
   int splits;
   int column_blocks;
   int depth;
+  int tiles_each;  // tiles of a row group; the first tiles_more have one more
+  int tiles_more;
+  int blocks_each;  // the same for blocks of K and slices
+  int blocks_more;
   bool swiglu;
 };
 
@@ -397,11 +459,13 @@ struct StepAddresses {  // in shared memory
 };
 
 template <int kTiles, int kColumnTiles, GemmVariant kVariant>
-__device__ __forceinline__ void multiply_step(float (&sum)[2][kColumnTiles][4], const StepAddresses& at,
-                                              uint32_t table, uint32_t lane4) {
+__device__ __forceinline__ void multiply_step(float (&sum)[2][kColumnTiles][4],
+                                              const StepAddresses& at, uint32_t table,
+                                              uint32_t lane4) {
   // from tile to tile, in bytes
   constexpr int kCodesApart = kVariant == GemmVariant::kBulk ? kPanelBytes : kBlockCodes;
-  constexpr int kScalesApart = kVariant == GemmVariant::kBulk ? kPanelBytes : Shared<GemmVariant::kPlain>::kScaleSlot;
+  constexpr int kScalesApart =
+      kVariant == GemmVariant::kBulk ? kPanelBytes : Shared<GemmVariant::kPlain>::kScaleSlot;
   uint32_t a[kTiles][4][4];
   float scale_lo[kTiles], scale_hi[kTiles];
 #pragma unroll
@@ -443,7 +507,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[2][kColumnTiles][4], 
   }
 }
 
-// ---- finished sums -------------------------------------------------------------------------------------
+// ---- finished sums ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void add(float4& sum, const float4& v) {
   sum.x += v.x;
@@ -454,7 +518,8 @@ __device__ __forceinline__ void add(float4& sum, const float4& v) {
 
 __device__ __forceinline__ float silu(float gate) { return gate / (1.0f + __expf(-gate)); }
 
-__device__ __forceinline__ void store_row(const KernelArguments& a, int row, int column, float sum) {
+__device__ __forceinline__ void store_row(const KernelArguments& a, int row, int column,
+                                          float sum) {
   if (row >= a.rows || column >= a.n) return;
   const int64_t at = column * a.ld_y + row;
   sum *= a.column_scale[column];
@@ -463,15 +528,17 @@ __device__ __forceinline__ void store_row(const KernelArguments& a, int row, int
   a.y[at] = sum;
 }
 
-__device__ __forceinline__ void store_unit(const KernelArguments& a, int unit, int column, float gate, float up) {
+__device__ __forceinline__ void store_unit(const KernelArguments& a, int unit, int column,
+                                           float gate, float up) {
   if (unit >= a.rows || column >= a.n) return;
   const float scale = a.column_scale[column];
   a.y[column * a.ld_y + unit] = silu(gate * scale) * (up * scale);
 }
 
-// One 16 x 8 piece of the result in MMA order: x, y are row g, columns 2t and 2t + 1; z, w the same of row g + 8.
-__device__ __forceinline__ void store_piece(const KernelArguments& a, int tile, int column_tile, int lane,
-                                            const float4& sum) {
+// One 16 x 8 piece of the result in MMA order: x, y are row g, columns 2t and 2t + 1; z, w the same
+// of row g + 8.
+__device__ __forceinline__ void store_piece(const KernelArguments& a, int tile, int column_tile,
+                                            int lane, const float4& sum) {
   const int g = lane >> 2, column = column_tile * 8 + (lane & 3) * 2;
   if (a.swiglu) {
     store_unit(a, tile * 8 + g, column, sum.x, sum.z);
@@ -485,8 +552,9 @@ __device__ __forceinline__ void store_piece(const KernelArguments& a, int tile, 
 }
 
 // Adds the splits of two pieces in order; `second` may be absent.
-__device__ __forceinline__ void add_splits(float4& first_sum, float4& second_sum, const float* first,
-                                           const float* second, int64_t stride, int splits) {
+__device__ __forceinline__ void add_splits(float4& first_sum, float4& second_sum,
+                                           const float* first, const float* second, int64_t stride,
+                                           int splits) {
   constexpr int kBatch = 4;  // loads in flight for each piece
   for (int s0 = 0; s0 < splits; s0 += kBatch) {
     float4 u[kBatch], v[kBatch];
@@ -507,10 +575,10 @@ __device__ __forceinline__ void add_splits(float4& first_sum, float4& second_sum
   }
 }
 
-// ---- the kernel ----------------------------------------------------------------------------------------
+// ---- the kernel ---------------------------------------------------------------------------------
 
-// What a warp owns of one item (row group, split). Cheap to work out, so phases do that again instead of holding it
-// in registers through the multiplication.
+// What a warp owns of one item (row group, split). Cheap to work out, so phases do that again
+// instead of holding it in registers through the multiplication.
 struct Place {
   int lane;
   int k_group;
@@ -523,30 +591,23 @@ struct Place {
   int steps;        // blocks of 64 k in it
 };
 
-// Warp w runs on scheduler w % 4. Uneven pairs spread over the schedulers when each k group starts at another one;
-// with six pairs they already do.
-__device__ __forceinline__ int turn(int pairs, int k_group) { return pairs == 4 ? k_group : 0; }
-
-__device__ __forceinline__ int warp_of(int pairs, int k_group, int pair) {
-  return k_group * pairs + (pair + pairs - turn(pairs, k_group)) % pairs;
-}
-
 __device__ __forceinline__ Place find_place(const KernelArguments& a, int item, int thread) {
   Place p;
   p.lane = thread & 31;
-  const int warp = thread >> 5, tiles = a.tiles;
-  p.k_group = warp / a.pairs;
-  p.pair = (warp + turn(a.pairs, p.k_group)) % a.pairs;
-  p.row_group = item / a.splits;
+  const int warp = thread >> 5;
+  p.k_group = over_pairs(warp, a.pairs);
+  p.pair = warp - p.k_group * a.pairs + turn(a.pairs, p.k_group);
+  if (p.pair >= a.pairs) p.pair -= a.pairs;
+  p.row_group = a.splits == 1 ? item : item / a.splits;
   p.split = item - p.row_group * a.splits;
-  const int first = static_cast<int64_t>(tiles) * p.row_group / a.row_groups;
-  const int count = static_cast<int64_t>(tiles) * (p.row_group + 1) / a.row_groups - first;
-  p.tile = first + count * p.pair / a.pairs;
-  p.tiles = first + count * (p.pair + 1) / a.pairs - p.tile;
-  const int slice = p.split * a.k_groups + p.k_group, slices = a.splits * a.k_groups;
-  const int64_t groups = a.groups;
-  p.block_begin = static_cast<int>(groups * slice / slices);
-  p.steps = static_cast<int>(groups * (slice + 1) / slices) - p.block_begin;
+  const int first = a.tiles_each * p.row_group + min(p.row_group, a.tiles_more);
+  const int count = a.tiles_each + (p.row_group < a.tiles_more);
+  const int before = over_pairs(count * p.pair, a.pairs);
+  p.tile = first + before;
+  p.tiles = over_pairs(count * (p.pair + 1), a.pairs) - before;
+  const int slice = p.split * a.k_groups + p.k_group;
+  p.block_begin = a.blocks_each * slice + min(slice, a.blocks_more);
+  p.steps = a.blocks_each + (slice < a.blocks_more);
   return p;
 }
 
@@ -557,22 +618,26 @@ __device__ __forceinline__ int64_t block_offset(int block) {
 // Asks the L2 for the first 4 KB of this warp's weights.
 __device__ __forceinline__ void prefetch_weights(const KernelArguments& a, int item, int thread) {
   const Place p = find_place(a, item, thread);
-  const int64_t from = block_offset(p.block_begin) + p.lane * 128, end = block_offset(p.block_begin + p.steps);
+  const int64_t from = block_offset(p.block_begin) + p.lane * 128,
+                end = block_offset(p.block_begin + p.steps);
   const int64_t tile_bytes = static_cast<int64_t>(a.groups) * kBlockBytes;
   for (int r = 0; r < p.tiles; ++r)
     if (from < end) prefetch_l2(a.panels + (p.tile + r) * tile_bytes + from);
 }
 
-// Adds up what the CTA's warps left in `sums`, [warp][piece][lane][4], and, split K, what the other CTAs left.
+// Adds up what the CTA's warps left in `sums`, [warp][piece][lane][4], and, split K, what the other
+// CTAs left.
 template <int kColumnTiles, GemmVariant kVariant>
-__device__ __forceinline__ void finish_item(const KernelArguments& a, int item, int column_block, uint32_t sums,
-                                            int thread) {
+__device__ __forceinline__ void finish_item(const KernelArguments& a, int item, int column_block,
+                                            uint32_t sums, int thread) {
   const Place p = find_place(a, item, thread);
   if (p.tiles == 0) return;
   const int pieces = p.tiles * kColumnTiles, first_column_tile = column_block * kColumnTiles;
   const int64_t stride = static_cast<int64_t>(a.tiles) * kColumnTiles * 128;  // of the splits
-  float* const partials = a.partials + (static_cast<int64_t>(column_block) * a.splits * a.tiles + p.tile) *
-                                           kColumnTiles * 128 + p.lane * 4;
+  float* const partials =
+      a.partials +
+      (static_cast<int64_t>(column_block) * a.splits * a.tiles + p.tile) * kColumnTiles * 128 +
+      p.lane * 4;
   const auto store = [&](int piece, const float4& sum) {
     const int r = piece >= kColumnTiles;
     store_piece(a, p.tile + r, first_column_tile + piece - r * kColumnTiles, p.lane, sum);
@@ -583,16 +648,21 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   for (int piece = p.k_group; piece < pieces; piece += a.k_groups) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int k = 0; k < a.k_groups; ++k)
-      add(total, load_shared_float4(sums + warp_of(a.pairs, k, p.pair) * Shared<kVariant>::sums(kColumnTiles) + piece * 512 + p.lane * 16));
-    if (a.splits == 1) store(piece, total);
-    else __stcg(reinterpret_cast<float4*>(partials + p.split * stride + piece * 128), total);
+      add(total, load_shared_float4(
+                     sums + warp_of(a.pairs, k, p.pair) * Shared<kVariant>::sums(kColumnTiles) +
+                     piece * 512 + p.lane * 16));
+    if (a.splits == 1)
+      store(piece, total);
+    else
+      __stcg(reinterpret_cast<float4*>(partials + p.split * stride + piece * 128), total);
   }
   if (a.splits == 1) return;
 
   __threadfence();
   __syncwarp();
   unsigned arrived = 0;
-  unsigned* arrivals = a.arrivals + (column_block * a.row_groups + p.row_group) * kWarps + (thread >> 5);
+  unsigned* arrivals =
+      a.arrivals + (column_block * a.row_groups + p.row_group) * kWarps + (thread >> 5);
   if (p.lane == 0) arrived = atomicAdd(arrivals, 1u);
   arrived = __shfl_sync(~0u, arrived, 0);
   if (arrived != static_cast<unsigned>(a.splits - 1)) return;
@@ -602,8 +672,8 @@ __device__ __forceinline__ void finish_item(const KernelArguments& a, int item, 
   for (int piece = p.k_group; piece < pieces; piece += 2 * a.k_groups) {
     const int other = piece + a.k_groups;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), other_sum = sum;
-    add_splits(sum, other_sum, partials + piece * 128, other < pieces ? partials + other * 128 : nullptr, stride,
-               a.splits);
+    add_splits(sum, other_sum, partials + piece * 128,
+               other < pieces ? partials + other * 128 : nullptr, stride, a.splits);
     store(piece, sum);
     if (other < pieces) store(other, other_sum);
   }
@@ -620,32 +690,43 @@ __device__ __forceinline__ void clear(float (&sum)[2][kColumnTiles][4]) {
 }
 
 template <int kColumnTiles, GemmVariant kVariant>
-__device__ __forceinline__ void multiply_tiles(float (&sum)[2][kColumnTiles][4], int tiles, const StepAddresses& at,
-                                               uint32_t table, uint32_t lane4) {
-  if (tiles == 2) multiply_step<2, kColumnTiles, kVariant>(sum, at, table, lane4);
-  else if (tiles == 1) multiply_step<1, kColumnTiles, kVariant>(sum, at, table, lane4);
+__device__ __forceinline__ void multiply_tiles(float (&sum)[2][kColumnTiles][4], int tiles,
+                                               const StepAddresses& at, uint32_t table,
+                                               uint32_t lane4) {
+  if (tiles == 2)
+    multiply_step<2, kColumnTiles, kVariant>(sum, at, table, lane4);
+  else if (tiles == 1)
+    multiply_step<1, kColumnTiles, kVariant>(sum, at, table, lane4);
 }
 
-// The warp's slice of K, plain copies: every lane copies the codes it will read itself, a k group shares columns.
+// The warp's slice of K, plain copies: every lane copies the codes it will read itself, a k group
+// shares columns.
 template <int kColumnTiles>
-__device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4], const KernelArguments& a, int item,
-                                               int column_block, uint8_t* shared, int thread, int passed) {
+__device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
+                                               const KernelArguments& a, int item, int column_block,
+                                               uint8_t* shared, int thread, int passed) {
   using S = Shared<GemmVariant::kPlain>;
   constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
   const Place p = find_place(a, item, thread);
-  const uint32_t lane4 = opaque(p.lane * 4), lane16 = opaque(p.lane * 16), table = shared_address(shared);
-  const uint32_t ring = table + S::kTable + (thread >> 5) * (a.depth + 1) * 2 * kBlockCodes + lane16;
+  const uint32_t lane4 = opaque(p.lane * 4), lane16 = opaque(p.lane * 16),
+                 table = shared_address(shared);
+  const uint32_t ring =
+      table + S::kTable + (thread >> 5) * (a.depth + 1) * 2 * kBlockCodes + lane16;
   const uint32_t scales = table + S::kTable + S::codes(a.depth) + (thread >> 5) * 4 * S::kScaleSlot;
-  const uint32_t stages = table + S::kTable + S::weights(a.depth) + p.k_group * a.depth * kStageBytes;
+  const uint32_t stages =
+      table + S::kTable + S::weights(a.depth) + p.k_group * a.depth * kStageBytes;
   const uint32_t tile_bytes = a.groups * kBlockBytes;
   const int block_end = p.block_begin + p.steps;
   const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
-  const auto scale_slot = [&](int block) { return scales + ((block >> 2) & 1) * 2 * S::kScaleSlot; };
+  const auto scale_slot = [&](int block) {
+    return scales + ((block >> 2) & 1) * 2 * S::kScaleSlot;
+  };
 
   const auto fetch_weights = [&](int block, int slot) {
     if (block < block_end) {
       const int in_panel = block & 3, width = panel_width(block);
-      const uint8_t* from = a.panels + static_cast<int64_t>(opaque(p.tile)) * tile_bytes + block_offset(block) + lane16;
+      const uint8_t* from = a.panels + static_cast<int64_t>(opaque(p.tile)) * tile_bytes +
+                            block_offset(block) + lane16;
       const uint32_t to = ring + slot * 2 * kBlockCodes, scales_to = scale_slot(block) + lane16;
       const int scales_behind = (width - in_panel) * kBlockCodes;
       const bool new_panel = (in_panel == 0 || block == p.block_begin) && p.lane < 2 * width;
@@ -663,15 +744,17 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
   };
   const auto fetch_columns = [&](int block, int stage) {
     if (block < block_end) {
-      const uint8_t* from = a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
+      const uint8_t* from =
+          a.columns + (static_cast<int64_t>(column_block) * a.groups + block) * kStageBytes;
       const uint32_t to = stages + stage * kStageBytes;
-      for (uint32_t i = (p.pair * 32 + p.lane) * 16; i < kStageBytes; i += a.pairs * 512) copy_16(to + i, from + i);
+      for (uint32_t i = (p.pair * 32 + p.lane) * 16; i < kStageBytes; i += a.pairs * 512)
+        copy_16(to + i, from + i);
     }
     commit_copies();
   };
 
   fetch_weights(p.block_begin, 0);
-  if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
+  if (passed == 0) {  // weights are constants: fetch them before the kernels in front are done
     prefetch_weights(a, item, thread);
     let_dependents_launch();
     build_compact_table(shared, thread, kThreads);
@@ -688,9 +771,12 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
 #pragma unroll 1
   for (int block = p.block_begin; block < block_end; ++block) {
     // columns and weights of this step have landed: all but the newest 2 depth - 3 groups of copies
-    if (a.depth == 2) wait_copies<1>();
-    else if (a.depth == 3) wait_copies<3>();
-    else wait_copies<5>();
+    if (a.depth == 2)
+      wait_copies<1>();
+    else if (a.depth == 3)
+      wait_copies<3>();
+    else
+      wait_copies<5>();
     sync_threads_of(1 + p.k_group, a.pairs * 32);
     // into the room of the step before
     fetch_columns(block + a.depth - 1, (stage == 0 ? a.depth : stage) - 1);
@@ -710,12 +796,14 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[2][kColumnTiles][4],
 
 #ifdef DECODEV2_HOPPER
 
-// Bulk copies bring whole panels for one warp and one block of columns for a k group. One lane of each warp asks for
-// the warp's weights, the first warp of a k group for its columns. `passed`: items this CTA has finished; a CTA that
-// has several keeps its slice of K, so it tells where the rings stand.
+// Bulk copies bring whole panels for one warp and one block of columns for a k group. One lane of
+// each warp asks for the warp's weights, the first warp of a k group for its columns. `passed`:
+// items this CTA has finished; a CTA that has several keeps its slice of K, so it tells where the
+// rings stand.
 template <int kColumnTiles>
-__device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], const KernelArguments& a, int item,
-                                              int column_block, uint8_t* shared, int thread, int passed) {
+__device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4],
+                                              const KernelArguments& a, int item, int column_block,
+                                              uint8_t* shared, int thread, int passed) {
   using S = Shared<GemmVariant::kBulk>;
   constexpr int kStageBytes = kColumnTiles * kColumnTileBytes;
   const Place p = find_place(a, item, thread);
@@ -723,7 +811,8 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
   // [2 slots][2 tiles] of panels, 2 barriers: a slot has landed
   const uint32_t weights = opaque(table + S::kTable + (thread >> 5) * S::kWarpWeights);
   // barriers: a stage has landed, a stage is free; then the stages
-  const uint32_t columns = opaque(table + S::kTable + S::weights(0) + p.k_group * S::columns(a.depth, kStageBytes));
+  const uint32_t columns =
+      opaque(table + S::kTable + S::weights(0) + p.k_group * S::columns(a.depth, kStageBytes));
   const int block_end = p.block_begin + p.steps;
   const auto panel_width = [&](int block) { return min(kPanelBlocks, a.groups - (block & ~3)); };
 
@@ -737,10 +826,12 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     sources->panels = a.panels + static_cast<int64_t>(p.tile) * a.groups * kBlockBytes;
     sources->columns = a.columns + static_cast<int64_t>(column_block) * a.groups * kStageBytes;
   }
-  const auto fetch_weights = [&](int block, int slot) {  // from `block` to the end of its panel or of the slice
+  // from `block` to the end of its panel or of the slice
+  const auto fetch_weights = [&](int block, int slot) {
     if (p.lane != 0 || block >= block_end) return;
     const uint64_t policy = a.column_blocks > 1 ? keep_in_l2() : drop_from_l2();
-    const int in_panel = block & 3, width = panel_width(block), end = min(width, block_end - (block & ~3));
+    const int in_panel = block & 3, width = panel_width(block),
+              end = min(width, block_end - (block & ~3));
     const uint32_t scales = width * 32, tile_bytes = a.groups * kBlockBytes;
     uint32_t bytes = (end - in_panel) * kBlockCodes;
     if (end == width) bytes += scales;  // the scales follow at once
@@ -757,14 +848,15 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
       to += kPanelBytes;
     }
   };
-  const bool leads = p.lane == 0 && p.pair == 0;  // the k group
+  const bool leads = p.lane == 0 && p.pair == 0;       // the k group
   const auto fetch_columns = [&](int block, int at) {  // `at` may run into the next two rounds
     if (!leads || block >= block_end) return;
     if (at >= 2 * a.depth) at -= 2 * a.depth;
     const int phase = at >= a.depth, stage = at - phase * a.depth;
     const uint8_t* from = sources->columns + static_cast<int64_t>(block) * kStageBytes;
     const uint32_t full = columns + stage * 8;
-    barrier_wait(columns + S::kStageFree + stage * 8, phase ^ 1);  // since the round before; the first round passes
+    // free since the round before; the first round passes
+    barrier_wait(columns + S::kStageFree + stage * 8, phase ^ 1);
     barrier_expect(full, kStageBytes);
     bulk_copy(columns + S::kStages + stage * kStageBytes, from, kStageBytes, full, keep_in_l2());
   };
@@ -786,10 +878,12 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
   }
   const int panels = p.steps == 0 ? 0 : (block_end - 1) / 4 - p.block_begin / 4 + 1;
   int panel = passed * panels;  // counts on; its low bit is the slot, the next one the phase
-  int position = passed * p.steps % (2 * a.depth);  // through two rounds of the stages: phase 0, then phase 1
+  // through two rounds of the stages: phase 0, then phase 1
+  int position = passed * p.steps % (2 * a.depth);
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, (panel + i) & 1);
-  if (passed == 0) {  // weights are constants: they may be asked for before the kernels in front have finished
+  for (int i = 0; i < 2; ++i)
+    fetch_weights(i == 0 ? p.block_begin : (p.block_begin | 3) + 1, (panel + i) & 1);
+  if (passed == 0) {  // weights are constants: fetch them before the kernels in front are done
     let_dependents_launch();
     build_pair_table(shared, thread, kThreads);
     __syncthreads();
@@ -815,8 +909,11 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
     barrier_wait(columns + stage * 8, phase);
     multiply_tiles<kColumnTiles, GemmVariant::kBulk>(sum, p.tiles, at, table, lane4);
     __syncwarp();
-    if (p.lane == 0)
-      arrive_after(columns + S::kStageFree + stage * 8, sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
+    if (p.lane == 0) {
+      const int used = opaque(position);  // the stage, worked out again rather than held
+      arrive_after(columns + S::kStageFree + (used >= a.depth ? used - a.depth : used) * 8,
+                   sum[0][kColumnTiles - 1][0], sum[1][kColumnTiles - 1][0]);
+    }
     if (++position == 2 * a.depth) position = 0;
     if ((block & 3) == 3) {
       fetch_weights(block + 5, panel & 1);  // the panel after the next takes this one's room
@@ -830,8 +927,10 @@ __device__ __forceinline__ void multiply_bulk(float (&sum)[2][kColumnTiles][4], 
 template <int kColumnTiles, GemmVariant kVariant>
 __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  for (int passed = 0;; ++passed) {  // items: the column blocks of one row group and split, then of the next
-    const int item = blockIdx.x + passed / a.column_blocks * gridDim.x, column_block = passed % a.column_blocks;
+  // items: the column blocks of one row group and split, then of the next
+  for (int passed = 0;; ++passed) {
+    const int item = blockIdx.x + passed / a.column_blocks * gridDim.x,
+              column_block = passed % a.column_blocks;
     if (item >= a.row_groups * a.splits) break;
     float sum[2][kColumnTiles][4];
     int thread = opaque(threadIdx.x);  // so that nothing made of it is kept from item to item
@@ -846,7 +945,8 @@ __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a)
 
     thread = opaque(threadIdx.x);
     const uint32_t sums = shared_address(shared) + Shared<kVariant>::kTable;
-    const uint32_t mine = sums + (thread >> 5) * Shared<kVariant>::sums(kColumnTiles) + (thread & 31) * 16;
+    const uint32_t mine =
+        sums + (thread >> 5) * Shared<kVariant>::sums(kColumnTiles) + (thread & 31) * 16;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -854,8 +954,8 @@ __global__ void __launch_bounds__(kThreads, 1) nf4_gemm(const KernelArguments a)
         store_shared_16(mine + (r * kColumnTiles + j) * 512, sum[r][j]);
     __syncthreads();
     const int again = opaque(passed);
-    finish_item<kColumnTiles, kVariant>(a, blockIdx.x + again / a.column_blocks * gridDim.x, again % a.column_blocks,
-                                        sums, thread);
+    finish_item<kColumnTiles, kVariant>(a, blockIdx.x + again / a.column_blocks * gridDim.x,
+                                        again % a.column_blocks, sums, thread);
     if constexpr (kVariant == GemmVariant::kBulk) before_bulk_copies();
     __syncthreads();  // the sums are read: the rings may fill again
   }
@@ -871,24 +971,31 @@ cudaError_t start(const KernelArguments& a, const Schedule& s, bool pdl, cudaStr
 }
 
 template <GemmVariant kVariant>
-cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl, cudaStream_t stream) {
+cudaError_t start_columns(const KernelArguments& a, const Schedule& s, bool pdl,
+                          cudaStream_t stream) {
   switch (s.column_tiles) {
-    case 1: return start<1, kVariant>(a, s, pdl, stream);
-    case 2: return start<2, kVariant>(a, s, pdl, stream);
-    case 4: return start<4, kVariant>(a, s, pdl, stream);
-    default: break;
+    case 1:
+      return start<1, kVariant>(a, s, pdl, stream);
+    case 2:
+      return start<2, kVariant>(a, s, pdl, stream);
+    case 4:
+      return start<4, kVariant>(a, s, pdl, stream);
+    default:
+      break;
   }
   if constexpr (kVariant == GemmVariant::kBulk)
-    return s.column_tiles == 6 ? start<6, kVariant>(a, s, pdl, stream) : start<8, kVariant>(a, s, pdl, stream);
+    return s.column_tiles == 6 ? start<6, kVariant>(a, s, pdl, stream)
+                               : start<8, kVariant>(a, s, pdl, stream);
   return cudaErrorInvalidConfiguration;
 }
 
 enum Parts { kBothLaunches, kPrepareOnly, kMatrixOnly };  // one alone is for timing
 
-cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan& plan, const Schedule& s,
-                             cudaStream_t stream, int parts = kBothLaunches) {
+cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan& plan,
+                             const Schedule& s, cudaStream_t stream, int parts = kBothLaunches) {
   const Workspace w = divide_workspace(a.tiles, a.groups, s);
-  if (a.workspace_bytes < w.bytes || reinterpret_cast<uintptr_t>(a.workspace) % 16) return cudaErrorInvalidValue;
+  if (a.workspace_bytes < w.bytes || reinterpret_cast<uintptr_t>(a.workspace) % 16)
+    return cudaErrorInvalidValue;
 
   PrepareArguments p = {};
   p.x = a.x;
@@ -904,8 +1011,8 @@ cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan
   p.column_tiles = s.column_tiles;
   p.arrival_count = arrival_count(s);
   if (parts != kMatrixOnly) {
-    const cudaError_t error =
-        launch(prepare_columns, s.column_blocks * s.column_tiles * 8, kPrepareThreads, 0, stream, plan.pdl, p);
+    const cudaError_t error = launch(prepare_columns, s.column_blocks * s.column_tiles * 8,
+                                     kPrepareThreads, 0, stream, plan.pdl, p);
     if (error != cudaSuccess || parts == kPrepareOnly) return error;
   }
 
@@ -929,15 +1036,21 @@ cudaError_t launch_scheduled(const GemmArguments& a, bool swiglu, const GemmPlan
   k.splits = s.splits;
   k.column_blocks = s.column_blocks;
   k.depth = s.depth;
+  k.tiles_each = a.tiles / s.row_groups;
+  k.tiles_more = a.tiles % s.row_groups;
+  k.blocks_each = a.groups / (s.splits * s.k_groups);
+  k.blocks_more = a.groups % (s.splits * s.k_groups);
   k.swiglu = swiglu;
-  return plan.variant == GemmVariant::kBulk ? start_columns<GemmVariant::kBulk>(k, s, plan.pdl, stream)
-                                            : start_columns<GemmVariant::kPlain>(k, s, plan.pdl, stream);
+  return plan.variant == GemmVariant::kBulk
+             ? start_columns<GemmVariant::kBulk>(k, s, plan.pdl, stream)
+             : start_columns<GemmVariant::kPlain>(k, s, plan.pdl, stream);
 }
 
 }  // namespace
 
 GemmVariant choose_gemm_variant(int compute_capability, int shared_limit) {
-  return compute_capability >= 90 && shared_limit >= 227 * 1024 ? GemmVariant::kBulk : GemmVariant::kPlain;
+  return compute_capability >= 90 && shared_limit >= 227 * 1024 ? GemmVariant::kBulk
+                                                                : GemmVariant::kPlain;
 }
 
 size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) {
@@ -946,11 +1059,12 @@ size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) 
   return divide_workspace(tiles, groups, s).bytes;
 }
 
-cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream) {
+cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan,
+                            cudaStream_t stream) {
   const bool swiglu = kind == GemmKind::kSwiglu;
   if (a.n <= 0 || a.rows <= 0 || a.cols <= 0 || a.groups != divide_up(a.cols, kGroup) ||
-      a.tiles != divide_up(a.rows, swiglu ? kTileRows / 2 : kTileRows) || a.ld_x < a.cols || a.ld_y < a.rows ||
-      (swiglu && (a.bias || a.residual)))
+      a.tiles != divide_up(a.rows, swiglu ? kTileRows / 2 : kTileRows) || a.ld_x < a.cols ||
+      a.ld_y < a.rows || (swiglu && (a.bias || a.residual)))
     return cudaErrorInvalidValue;
   Schedule s;
   if (!make_schedule(a.tiles, a.groups, a.n, plan, &s)) return cudaErrorInvalidConfiguration;

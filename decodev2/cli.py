@@ -200,6 +200,13 @@ def _run(args) -> None:
     lab.run_command(args.name, args.param, args.runs, as_json=args.json)
 
 
+def _gates(args) -> int:
+    from . import lab
+
+    _set_threads(args.threads)
+    return lab.gates_command(args.device, args.runs, as_json=args.json)
+
+
 def _list(args) -> None:
     from . import lab
 
@@ -298,6 +305,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("name", help="an experiment; `decodev2 list` names them")
     sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
+    sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    _runs_argument(sub)
+    sub = command(
+        "gates",
+        _gates,
+        "Check every executor against the oracle and record the plate; 1 on failure.",
+    )
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     _runs_argument(sub)
     _runs_argument(

@@ -29,18 +29,22 @@ def capture(state: DecodeState, weights: ModelWeights) -> DecodeGraph:
     The kernels are those of `toggles.current`. Raises RuntimeError when something in the step
     cannot be captured; the stream is usable afterwards.
     """
-    restore = snapshot(state)
-    side = torch.cuda.Stream(state.logits.device)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # builds, attributes and lazy set-up happen before the capture
-        greedy_decode(state, weights)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=side):
-            greedy_decode(state, weights)
-    finally:
-        restore()
+    device = state.logits.device
+    with torch.cuda.device(device):
+        restore = snapshot(state)
+        before = torch.cuda.current_stream()
+        side = torch.cuda.Stream()
+        side.wait_stream(before)
+        try:
+            with torch.cuda.stream(side):  # builds, attributes and lazy set-up: not in the capture
+                greedy_decode(state, weights)
+            before.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                greedy_decode(state, weights)
+        finally:
+            torch.cuda.set_stream(before)  # torch stays on `side` when a capture fails
+            restore()
     return DecodeGraph(graph)
 
 
@@ -49,6 +53,7 @@ def capture_or_none(state: DecodeState, weights: ModelWeights) -> DecodeGraph | 
     try:
         return capture(state, weights)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        # what broke the capture, not that it could not be ended
+        reason = str(error.__context__ or error).split("\n", 1)[0]
         print(f"decodev2: no CUDA graph ({reason}); stepping eagerly", file=sys.stderr)
         return None

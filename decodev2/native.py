@@ -163,6 +163,7 @@ def _load(module_name: str, library: Path):
 CUDA_EXTENSIONS = (
     "nf4_gemv",
     "nf4_gemm",
+    "ladder_gemv",
     "attn",
     "ladder_attn",
     "step",

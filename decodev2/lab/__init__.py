@@ -5,5 +5,6 @@ One measurement goes one way: `experiments.NAME.measure(params)` -> rows -> `pla
 """
 
 from .commands import draw_command, lint_command, list_command, record, run_command
+from .gate_plate import gates_command
 
-__all__ = ["draw_command", "lint_command", "list_command", "record", "run_command"]
+__all__ = ["draw_command", "gates_command", "lint_command", "list_command", "record", "run_command"]

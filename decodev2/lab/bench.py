@@ -147,3 +147,39 @@ def check_floor(
             "the time or the byte count is wrong"
         )
     return reached / read_rate
+
+
+def graph_times(
+    run: Callable[[int], object], launches: int, runs: int = 9, warmup: int = 2
+) -> list[float]:
+    """Seconds per launch on CUDA: `run(0) .. run(launches - 1)` captured in one graph, replayed.
+
+    The launches of a graph follow each other without the host. `run(i)` should take the i-th of
+    several inputs that together exceed the L2, or it measures the cache.
+    """
+    import torch
+
+    for i in range(min(launches, 2)):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i)
+    return [t / launches for t in event_times(graph.replay, runs, warmup)]
+
+
+def event_times(run: Callable[[], object], runs: int = 9, warmup: int = 2) -> list[float]:
+    """Seconds of each of `runs` calls on the current CUDA stream, between two events."""
+    import torch
+
+    seconds = []
+    for index in range(warmup + runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if index >= warmup:
+            seconds.append(start.elapsed_time(end) * 1e-3)
+    return seconds

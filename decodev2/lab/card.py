@@ -230,21 +230,12 @@ def _stream_rate(threads: int, megabytes: int, runs: int) -> float:
 def _cuda_read_rate(device: str, runs: int) -> dict[str, object]:
     import torch
 
-    from .. import native
-
-    read_all = native.cuda("read_rate").read_all
     with torch.cuda.device(device):
         free_mb = torch.cuda.mem_get_info()[0] // 2**20
         megabytes = min(CUDA_READ_BUFFER_MB, free_mb // 2)
         if megabytes < 1:
             return {"gb_s": None, "gb_s_reason": "no free memory on the device to read"}
-        words = torch.empty(megabytes * 2**18, dtype=torch.int32, device="cuda").random_()
-        checksum = torch.zeros(1, dtype=torch.int32, device="cuda")
-        first, second = words.chunk(2)
-        # bytes of one pass: the copy reads one half and writes the other
-        read = _cuda_stream_rate(lambda: read_all(words, checksum), words.nbytes, runs)
-        copy = _cuda_stream_rate(lambda: first.copy_(second), words.nbytes, runs)
-        del words, first, second
+        read, copy = _cuda_stream_rates(megabytes, runs)
         torch.cuda.empty_cache()  # whoever measures next needs the memory
     return {
         "gb_s": round(read, 3),
@@ -253,6 +244,22 @@ def _cuda_read_rate(device: str, runs: int) -> dict[str, object]:
         "buffer_mb": megabytes,
         "runs": runs,
     }
+
+
+def _cuda_stream_rates(megabytes: int, runs: int) -> tuple[float, float]:
+    """GB/s of reading a buffer, and of copying one half of it to the other."""
+    import torch
+
+    from .. import native
+
+    read_all = native.cuda("read_rate").read_all
+    words = torch.empty(megabytes * 2**18, dtype=torch.int32, device="cuda").random_()
+    checksum = torch.zeros(1, dtype=torch.int32, device="cuda")
+    first, second = words.chunk(2)
+    return (
+        _cuda_stream_rate(lambda: read_all(words, checksum), words.nbytes, runs),
+        _cuda_stream_rate(lambda: first.copy_(second), words.nbytes, runs),
+    )
 
 
 def _cuda_stream_rate(work: Callable[[], object], nbytes: int, runs: int) -> float:

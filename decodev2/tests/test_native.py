@@ -60,7 +60,9 @@ def python(code, **environment):
     root = str(Path(native.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": root, **environment}
     env = {key: value for key, value in env.items() if value is not None}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=180
+    )
 
 
 # ---- never at import ----

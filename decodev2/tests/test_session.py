@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from hf import hf_tensors
-from tiny import ANSWER_ID, BYTES, END, END_ID, write_model
+from tiny import (
+    ANSWER_ID,
+    BYTES,
+    END,
+    END_ID,
+    WIDE_BYTES,
+    chain,
+    dense_tensors,
+    run_of,
+    write_model,
+)
 
 from decodev2 import native, oracle, session
 from decodev2.errors import ContainerError, DecodeError, ModelError, PromptError
@@ -46,6 +56,21 @@ def test_the_end_token_is_recorded_and_not_shown(opened):
     assert result.stop_reason == f"end token {END_ID}"
     # Only whole characters are written, as soon as they are whole.
     assert pieces == ["n", "é", " ", "🎉"]
+
+
+def test_an_end_token_with_text_of_its_own_is_not_shown(tmp_path):
+    """Two end tokens, ordinary in the tokenizer: 3 visible tokens, the reason names the one."""
+    spec = replace(WIDE_BYTES, eos_ids=(ord("?"), ord("!")))
+    tensors = dense_tensors(chain(spec, run_of(ANSWER_ID, *b"abc!de")))
+    folder = write_model(tmp_path / "m", spec, tensors)
+    for executor in EXECUTORS:
+        opened = open_session(folder, executor=executor)
+        text, result = answer(opened, opened.encode("hi"), 6)
+        assert text == "abc" and result.ids == [*b"abc!"]
+        assert result.stop_reason == f"end token {ord('!')}"
+        text, result = answer(opened, opened.encode("hi"), 6, ignore_eos=True)
+        assert text == "abc!de" and result.stop_reason == "max_new_tokens"
+        opened.close()
 
 
 def test_ignoring_end_tokens_goes_on(opened):
