@@ -1015,7 +1015,7 @@ int64_t attn_partial_floats(int n_q, int n_kv, int head_dim, int max_seq) {
   return parts * n_q * (head_dim + 2);
 }
 
-cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+cudaError_t chr_nf4_attn(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
   if (!valid_shape(a) || a.n != 1) return cudaErrorInvalidValue;
   const bool hopper = hopper_or_newer(), pdl = plan.pdl && hopper;
   if (plan.merge == AttnMerge::kCluster && !hopper) return cudaErrorNotSupported;
@@ -1035,14 +1035,14 @@ cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cud
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+cudaError_t chr_nf4_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
   if (!valid_shape(a) || a.head_dim < 2 || a.head_dim % 2) return cudaErrorInvalidValue;
   const int pairs = (a.n_q + 2 * a.n_kv) * (a.head_dim / 2);
   return launch(rope_kv_kernel, dim3(ceil_div(pairs, kRopeThreads), a.n), dim3(kRopeThreads), 0,
                 stream, plan.pdl && hopper_or_newer(), a);
 }
 
-cudaError_t launch_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
+cudaError_t chr_nf4_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
   if (!valid_shape(a)) return cudaErrorInvalidValue;
   const bool pdl = plan.pdl && hopper_or_newer();
   switch (a.head_dim) {

@@ -35,7 +35,7 @@ struct GemvPlan {
 };
 
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
-cudaError_t launch_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
+cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
 
 // ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
 
@@ -72,7 +72,7 @@ GemmVariant choose_gemm_variant(int compute_capability, int shared_limit);
 // Workspace of one call; 0 for a shape or device that cannot run. Grows with n.
 size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan);
 // Two launches: x to half fragments, then the matrix. cudaErrorInvalidValue for sizes that do not fit together.
-cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
+cudaError_t chr_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
 
 // ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------
 
@@ -114,11 +114,11 @@ struct AttnPlan {
 int64_t attn_partial_floats(int n_q, int n_kv, int head_dim, int max_seq);
 
 // One column (n = 1), one launch: RoPE, KV write, attention over the live prefix. Any n_q / n_kv.
-cudaError_t launch_attn_decode(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+cudaError_t chr_nf4_attn(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
 // n columns: rotate q and k in place, write k and v to the cache.
-cudaError_t launch_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+cudaError_t chr_nf4_rope_kv(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
 // n columns after rope_kv: each attends to the first valid_len[i] slots.
-cudaError_t launch_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
+cudaError_t chr_nf4_attn_prefill(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
 // Rung: one warp per query head and column, after rope_kv.
 cudaError_t launch_attn_one_warp(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream);
 // Rung: one column, RoPE and KV write inside, n_q x 32 CTAs and a second launch that merges.
@@ -180,7 +180,7 @@ struct CandidateArguments {
   CommitArguments commit;
 };
 
-constexpr int kMaxArgmaxCtas = 132;  // CTAs, and so partial results, of launch_argmax
+constexpr int kMaxArgmaxCtas = 132;  // CTAs, and so partial results, of chr_nf4_argmax
 
 // The same from the logits themselves.
 struct ArgmaxArguments {
@@ -191,10 +191,10 @@ struct ArgmaxArguments {
   CommitArguments commit;
 };
 
-cudaError_t launch_rms(const RmsArguments& a, bool pdl, cudaStream_t stream);
-cudaError_t launch_embed_rows(const EmbedArguments& a, bool pdl, cudaStream_t stream);
-cudaError_t launch_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream);
-cudaError_t launch_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t chr_nf4_rms(const RmsArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t chr_nf4_embed(const EmbedArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t chr_nf4_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t chr_nf4_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream);
 
 // ---- read_rate.cu: the ceiling -------------------------------------------------------------------
 

@@ -1059,7 +1059,7 @@ size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan) 
   return divide_workspace(tiles, groups, s).bytes;
 }
 
-cudaError_t launch_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan,
+cudaError_t chr_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan,
                             cudaStream_t stream) {
   const bool swiglu = kind == GemmKind::kSwiglu;
   if (a.n <= 0 || a.rows <= 0 || a.cols <= 0 || a.groups != divide_up(a.cols, kGroup) ||

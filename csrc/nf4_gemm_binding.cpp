@@ -12,6 +12,7 @@ GemmPlan plan_of(const cudaDeviceProp* device, bool pdl) {
   GemmPlan plan = {};
   plan.multiprocessors = device->multiProcessorCount;
   plan.shared_limit = static_cast<int>(device->sharedMemPerBlockOptin);
+  plan.variant = choose_gemm_variant(device->major * 10 + device->minor, plan.shared_limit);
   plan.pdl = pdl && device->major >= 9;
   return plan;
 }
@@ -59,7 +60,7 @@ void gemm(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.tiles = static_cast<int>(tiles);
   TORCH_CHECK_VALUE(a.workspace_bytes >= gemm_workspace_bytes(a.tiles, a.groups, a.n, plan), "workspace has ",
                     a.workspace_bytes, " bytes, the product needs ", gemm_workspace_bytes(a.tiles, a.groups, a.n, plan));
-  check_launch(launch_nf4_gemm(a, static_cast<GemmKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemm");
+  check_launch(chr_nf4_gemm(a, static_cast<GemmKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemm");
 }
 
 }  // namespace

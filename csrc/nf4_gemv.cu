@@ -430,7 +430,7 @@ GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability) {
   return GemvVariant::kDirect;
 }
 
-cudaError_t launch_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream) {
+cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream) {
   switch (kind) {
     case GemvKind::kSwiglu: return dispatch<GemvKind::kSwiglu>(a, plan, stream);
     case GemvKind::kHead: return dispatch<GemvKind::kHead>(a, plan, stream);

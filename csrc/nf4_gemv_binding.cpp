@@ -51,7 +51,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
   plan.multiprocessors = device->multiProcessorCount;
   plan.pdl = pdl && capability >= 90;
-  check_launch(launch_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
+  check_launch(chr_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
 }
 
 }  // namespace

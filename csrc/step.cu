@@ -233,7 +233,7 @@ cudaError_t launch_rms_as(const RmsArguments& a, int threads, bool pdl, cudaStre
 
 }  // namespace
 
-cudaError_t launch_rms(const RmsArguments& a, bool pdl, cudaStream_t stream) {
+cudaError_t chr_nf4_rms(const RmsArguments& a, bool pdl, cudaStream_t stream) {
   if (a.n < 1 || a.hidden < 4 || a.hidden % 4 || a.hidden > 4 * 1024 * kRmsQuads)
     return cudaErrorInvalidValue;
   const int quads = a.hidden / 4, threads = quads >= 1024 ? 1024 : (quads + 31) / 32 * 32;
@@ -244,19 +244,19 @@ cudaError_t launch_rms(const RmsArguments& a, bool pdl, cudaStream_t stream) {
   return launch_rms_as<kRmsQuads>(a, threads, pdl, stream);
 }
 
-cudaError_t launch_embed_rows(const EmbedArguments& a, bool pdl, cudaStream_t stream) {
+cudaError_t chr_nf4_embed(const EmbedArguments& a, bool pdl, cudaStream_t stream) {
   if (a.n < 1 || !valid_table(a.table) || (a.valid_len && !a.position))
     return cudaErrorInvalidValue;
   return launch(embed_rows_kernel, dim3(a.n), dim3(kThreads), 0, stream, pdl && hopper_or_newer(),
                 a);
 }
 
-cudaError_t launch_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream) {
+cudaError_t chr_nf4_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream) {
   if (a.count < 1 || !valid_commit(a.commit)) return cudaErrorInvalidValue;
   return launch(commit_kernel, dim3(1), dim3(kThreads), 0, stream, pdl && hopper_or_newer(), a);
 }
 
-cudaError_t launch_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream) {
+cudaError_t chr_nf4_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream) {
   if (a.vocab < 1 || !valid_commit(a.commit)) return cudaErrorInvalidValue;
   const int wanted = (a.vocab + 4 * kThreads - 1) / (4 * kThreads);
   const int ctas = wanted < kMaxArgmaxCtas ? wanted : kMaxArgmaxCtas;

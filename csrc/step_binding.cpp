@@ -21,7 +21,7 @@ void rms(const Tensor& x, const Tensor& weight, double eps, Tensor& y, bool pdl)
   a.eps = static_cast<float>(eps);
   a.n = static_cast<int>(x.size(0));
   a.hidden = static_cast<int>(x.size(1));
-  check_launch(launch_rms(a, pdl, at::cuda::getCurrentCUDAStream()), "rms");
+  check_launch(chr_nf4_rms(a, pdl, at::cuda::getCurrentCUDAStream()), "rms");
 }
 
 // `table` is a panel matrix (uint8) or a dense float32 [vocab, hidden]
@@ -60,7 +60,7 @@ void embed(const Tensor& token, const Optional& position, const Optional& valid_
   a.valid_len = data_or_null<int32_t>(valid_len);
   a.x = x.mutable_data_ptr<float>();
   a.n = static_cast<int>(n);
-  check_launch(launch_embed_rows(a, pdl, at::cuda::getCurrentCUDAStream()), "embed");
+  check_launch(chr_nf4_embed(a, pdl, at::cuda::getCurrentCUDAStream()), "embed");
 }
 
 // Best of the head's candidates -> next_token; with `commit` also token, position and finished.
@@ -86,7 +86,7 @@ void choose(const Tensor& values, const Tensor& ids, Tensor& next_token, Tensor&
   a.commit.eos_ids = eos_ids.const_data_ptr<int64_t>();
   a.commit.history = history.mutable_data_ptr<int64_t>();
   a.commit.history_size = history.numel();
-  check_launch(launch_commit(a, pdl, at::cuda::getCurrentCUDAStream()), "choose");
+  check_launch(chr_nf4_commit(a, pdl, at::cuda::getCurrentCUDAStream()), "choose");
 }
 
 }  // namespace
