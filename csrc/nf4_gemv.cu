@@ -254,6 +254,14 @@ struct Ring {  // byte offsets inside dynamic shared memory
   }
 };
 
+// One arrival per warp is enough: __syncwarp orders the other lanes' accesses before it. racecheck does not follow
+// that step, so a build with -DDECODEV2_EVERY_LANE_ARRIVES lets it see every lane (same algorithm, more arrivals).
+#ifdef DECODEV2_EVERY_LANE_ARRIVES
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+
 template <GemvKind kKind, int kWarps, int kStages, int kPerSm>
 __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const GemvArguments a) {
 #ifdef DECODEV2_HOPPER
@@ -288,8 +296,8 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
   if (thread == kWarps * 32) {  // the producer lane: weights are constants, start before the wait
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
-      barrier_init(summed + i * 8, kWarps);
-      barrier_init(empty + i * 8, 1);
+      barrier_init(summed + i * 8, kWarps * kArrivals);
+      barrier_init(empty + i * 8, kArrivals);
     }
     barriers_visible();
     const uint64_t policy = evict_first_policy();
@@ -334,7 +342,7 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty + slot * 8);
+      if (lane < kArrivals) barrier_arrive(empty + slot * 8);
       if (++slot == kStages) slot = 0, phase ^= 1;
     }
     finish_cta<kKind>(a, lane, best);
@@ -378,7 +386,7 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(summed + slot * 8);
+    if (lane < kArrivals) barrier_arrive(summed + slot * 8);
     // on to the next stage: this warp's panel and the stage's first one both move by kWarps panels
     int stage_tiles = 0;
     for (first += kWarps; first >= panels; first -= panels) ++stage_tiles;

@@ -55,7 +55,7 @@ class Compiled:
 
     @property
     def warnings(self) -> list[str]:
-        return [line for line in self.said.splitlines() if "warning" in line.lower()]
+        return [line for line in self.said.splitlines() if re.search(r"\bwarning( #| ?:)", line)]
 
 
 # ---- compiling ----
