@@ -187,6 +187,7 @@ def cuda(name: str):
     files = [folder / f"{name}.cu", folder / f"{name}_binding.cpp", *headers]
     # its own -gencode makes torch leave $TORCH_CUDA_ARCH_LIST alone
     flags = [*CUDA_FLAGS, gencode(*torch.cuda.get_device_capability())]
+    flags += os.environ.get("DECODEV2_NVCC_FLAGS", "").split()  # part of the key, e.g. -lineinfo
     return _build(name, files, ["-O2", "-std=c++17"], folder, flags)
 
 
