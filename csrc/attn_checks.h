@@ -12,19 +12,19 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
                                     torch::Tensor& counters, torch::Tensor& out) {
   const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
   const int64_t q_dim = q.size(1), n_q = q_dim / head_dim;
-  TORCH_CHECK_VALUE(q_dim % head_dim == 0 && n_q % n_kv == 0, n_q, " query heads of ", head_dim, " do not share ", n_kv,
+  DECODEV2_CHECK(q_dim % head_dim == 0 && n_q % n_kv == 0, n_q, " query heads of ", head_dim, " do not share ", n_kv,
                     " KV heads");
   for (const torch::Tensor* t : {static_cast<const torch::Tensor*>(&q), static_cast<const torch::Tensor*>(&k), &v})
-    TORCH_CHECK_VALUE(t->is_cuda() && t->scalar_type() == torch::kFloat && t->dim() == 2 && t->size(0) == n &&
+    DECODEV2_CHECK(t->is_cuda() && t->scalar_type() == torch::kFloat && t->dim() == 2 && t->size(0) == n &&
                           t->stride(1) == 1 && (n == 1 || t == &q || t->stride(0) == k.stride(0)),
                       "q, k and v need Float rows, k and v of one stride, found ", t->sizes(), " ", t->strides());
-  TORCH_CHECK_VALUE(k.size(1) == n_kv * head_dim && v.size(1) == n_kv * head_dim, "k is ", k.sizes(), " and v ",
+  DECODEV2_CHECK(k.size(1) == n_kv * head_dim && v.size(1) == n_kv * head_dim, "k is ", k.sizes(), " and v ",
                     v.sizes(), ", need ", n_kv * head_dim, " columns");
   check_tensor(cos, "cos", torch::kFloat, max_seq * head_dim, q);
   check_tensor(sin, "sin", torch::kFloat, max_seq * head_dim, q);
-  TORCH_CHECK_VALUE(position.scalar_type() == torch::kInt64 && position.numel() >= n && position.is_cuda(),
+  DECODEV2_CHECK(position.scalar_type() == torch::kInt64 && position.numel() >= n && position.is_cuda(),
                     "position needs ", n, " Long elements");
-  TORCH_CHECK_VALUE(valid_len.scalar_type() == torch::kInt32 && valid_len.numel() >= n && valid_len.is_cuda(),
+  DECODEV2_CHECK(valid_len.scalar_type() == torch::kInt32 && valid_len.numel() >= n && valid_len.is_cuda(),
                     "valid_len needs ", n, " Int elements");
   check_tensor(k_cache, "k_cache", torch::kBFloat16, 1, q);
   check_tensor(v_cache, "v_cache", torch::kBFloat16, k_cache.numel(), q);
@@ -66,7 +66,7 @@ void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, c
   const AttnArguments a =
       attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out);
   const int64_t floats = kPartialFloats(a.n_q, a.n_kv, a.head_dim, a.max_seq);
-  TORCH_CHECK_VALUE(partials.numel() >= floats, "partials has ", partials.numel(), " floats, attention needs ", floats);
+  DECODEV2_CHECK(partials.numel() >= floats, "partials has ", partials.numel(), " floats, attention needs ", floats);
   AttnPlan plan = {};
   plan.merge = static_cast<AttnMerge>(merge);
   plan.rope = rope;

@@ -9,7 +9,7 @@ using Optional = std::optional<Tensor>;
 
 // Outputs and what is added to them: parts of longer vectors, so no alignment is asked for.
 void check_output(const Tensor& t, const char* name, int64_t numel, const Tensor& x) {
-  TORCH_CHECK_VALUE(t.is_cuda() && t.device() == x.device() && t.scalar_type() == torch::kFloat &&
+  DECODEV2_CHECK(t.is_cuda() && t.device() == x.device() && t.scalar_type() == torch::kFloat &&
                         t.is_contiguous() && t.numel() == numel,
                     name, " is ", t.scalar_type(), " ", t.sizes(), " on ", t.device(),
                     ", needs a contiguous Float tensor of ", numel, " elements on ", x.device());
@@ -25,7 +25,7 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
   const int64_t cols = x.numel(), groups = (cols + 63) / 64;
-  TORCH_CHECK_VALUE(
+  DECODEV2_CHECK(
       !codes.empty() && codes.size() <= kLadderMatrices && codes.size() == scales.size(), "found ",
       codes.size(), " codes and ", scales.size(), " scales, needs 1 to ", kLadderMatrices,
       " of each");
@@ -38,19 +38,19 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
     for (const auto& [t, name, type, width] :
          {std::tuple(&codes[m], "codes", torch::kByte, groups * 32),
           std::tuple(&scales[m], "scales", torch::kHalf, groups)})
-      TORCH_CHECK_VALUE(
+      DECODEV2_CHECK(
           t->is_cuda() && t->device() == x.device() && t->scalar_type() == type &&
               t->is_contiguous() && t->dim() == 2 && t->size(0) == rows && t->size(1) == width,
           name, " ", m, " is ", t->scalar_type(), " ", t->sizes(), " on ", t->device(),
           ", needs contiguous ", type, " [", rows, ", ", width, "] on ", x.device());
-    TORCH_CHECK_VALUE(rows > 0, "codes ", m, " has no rows");
+    DECODEV2_CHECK(rows > 0, "codes ", m, " has no rows");
     a.matrix[m].codes = codes[m].const_data_ptr<uint8_t>();
     a.matrix[m].scales = static_cast<const uint16_t*>(scales[m].const_data_ptr());
     a.matrix[m].rows = static_cast<int>(rows);
     outputs += rows;
   }
   if (swiglu) {
-    TORCH_CHECK_VALUE(codes.size() == 2 && a.matrix[0].rows == a.matrix[1].rows,
+    DECODEV2_CHECK(codes.size() == 2 && a.matrix[0].rows == a.matrix[1].rows,
                       "swiglu needs gate and up of one size");
     outputs /= 2;
   }
@@ -77,9 +77,9 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
       load_bytes ? static_cast<int>(load_bytes) : choose_ladder_load(a, split_k, stage_x);
   plan.multiprocessors = device->multiProcessorCount;
   plan.shared_limit = static_cast<int>(device->sharedMemPerBlockOptin);
-  TORCH_CHECK_VALUE(ladder_alignment(a) >= plan.load_bytes, "codes are aligned to ",
+  DECODEV2_CHECK(ladder_alignment(a) >= plan.load_bytes, "codes are aligned to ",
                     ladder_alignment(a), " bytes, loads of ", plan.load_bytes, " need as many");
-  TORCH_CHECK_VALUE(ladder_shared_bytes(a, plan) <= plan.shared_limit, "table and x take ",
+  DECODEV2_CHECK(ladder_shared_bytes(a, plan) <= plan.shared_limit, "table and x take ",
                     ladder_shared_bytes(a, plan), " bytes of shared memory, a CTA has ",
                     plan.shared_limit);
   check_launch(launch_ladder_gemv(a, plan, at::cuda::getCurrentCUDAStream()), "ladder_gemv");
@@ -89,7 +89,7 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
 void silu_multiply(const Tensor& gate_up, Tensor& y) {
   using namespace decodev2;
   const c10::cuda::CUDAGuard guard(y.device());
-  TORCH_CHECK_VALUE(y.numel() > 0, "y has no elements");
+  DECODEV2_CHECK(y.numel() > 0, "y has no elements");
   check_output(y, "y", y.numel(), y);
   check_output(gate_up, "gate_up", 2 * y.numel(), y);
   check_launch(launch_silu_multiply(gate_up.const_data_ptr<float>(), y.mutable_data_ptr<float>(),

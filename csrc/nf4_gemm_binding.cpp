@@ -30,10 +30,10 @@ void gemm(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t n = x.size(0), cols = x.size(1), rows = y.size(1), groups = (cols + 63) / 64;
   const int64_t rows_per_tile = kind == 1 ? 8 : 16;
-  TORCH_CHECK_VALUE(kind == 0 || kind == 1, "kind is ", kind, ", needs 0 plain or 1 swiglu");
-  TORCH_CHECK_VALUE((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
+  DECODEV2_CHECK(kind == 0 || kind == 1, "kind is ", kind, ", needs 0 plain or 1 swiglu");
+  DECODEV2_CHECK((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
                     " tiles of ", rows_per_tile);
-  TORCH_CHECK_VALUE(y.dim() == 2 && y.size(0) == n && y.is_cuda() && y.scalar_type() == torch::kFloat &&
+  DECODEV2_CHECK(y.dim() == 2 && y.size(0) == n && y.is_cuda() && y.scalar_type() == torch::kFloat &&
                         y.is_contiguous(),
                     "y is ", y.sizes(), ", needs contiguous Float [", n, ", ", rows, "]");
   check_tensor(x, "x", torch::kFloat, n * cols, x);
@@ -58,7 +58,7 @@ void gemm(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.cols = static_cast<int>(cols);
   a.groups = static_cast<int>(groups);
   a.tiles = static_cast<int>(tiles);
-  TORCH_CHECK_VALUE(a.workspace_bytes >= gemm_workspace_bytes(a.tiles, a.groups, a.n, plan), "workspace has ",
+  DECODEV2_CHECK(a.workspace_bytes >= gemm_workspace_bytes(a.tiles, a.groups, a.n, plan), "workspace has ",
                     a.workspace_bytes, " bytes, the product needs ", gemm_workspace_bytes(a.tiles, a.groups, a.n, plan));
   check_launch(chr_nf4_gemm(a, static_cast<GemmKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemm");
 }

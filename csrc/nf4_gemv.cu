@@ -257,9 +257,9 @@ struct Ring {  // byte offsets inside dynamic shared memory
 // One arrival per warp is enough: __syncwarp orders the other lanes' accesses before it. racecheck does not follow
 // that step, so a build with -DDECODEV2_EVERY_LANE_ARRIVES lets it see every lane (same algorithm, more arrivals).
 #ifdef DECODEV2_EVERY_LANE_ARRIVES
-constexpr int kArrivals = 32;
+[[maybe_unused]] constexpr int kArrivals = 32;
 #else
-constexpr int kArrivals = 1;
+[[maybe_unused]] constexpr int kArrivals = 1;
 #endif
 
 template <GemvKind kKind, int kWarps, int kStages, int kPerSm>

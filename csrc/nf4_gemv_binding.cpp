@@ -16,8 +16,8 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
   const int64_t cols = x.size(-1), rows = y.size(-1), groups = (cols + 63) / 64;
   const int64_t rows_per_tile = kind == 1 ? 8 : 16;
-  TORCH_CHECK_VALUE(kind >= 0 && kind <= 2, "kind is ", kind, ", needs 0 plain, 1 swiglu or 2 head");
-  TORCH_CHECK_VALUE((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
+  DECODEV2_CHECK(kind >= 0 && kind <= 2, "kind is ", kind, ", needs 0 plain, 1 swiglu or 2 head");
+  DECODEV2_CHECK((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
                     " tiles of ", rows_per_tile);
   check_tensor(x, "x", torch::kFloat, cols, x);
   check_tensor(panels, "panels", torch::kByte, tiles * groups * 544, x);
@@ -27,7 +27,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   if (residual) check_tensor(*residual, "residual", torch::kFloat, rows, x);
   const int64_t candidates = 2 * device->multiProcessorCount;
   if (kind == 2) {
-    TORCH_CHECK_VALUE(candidate_values && candidate_ids, "the head needs candidate buffers");
+    DECODEV2_CHECK(candidate_values && candidate_ids, "the head needs candidate buffers");
     check_tensor(*candidate_values, "candidate_values", torch::kFloat, candidates, x);
     check_tensor(*candidate_ids, "candidate_ids", torch::kInt, candidates, x);
   }

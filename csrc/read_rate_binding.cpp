@@ -12,7 +12,7 @@ void read_all(const Tensor& buffer, Tensor& checksum) {
   const c10::cuda::CUDAGuard guard(buffer.device());
   check_tensor(buffer, "buffer", torch::kInt, 4, buffer);
   check_tensor(checksum, "checksum", torch::kInt, 1, buffer);
-  TORCH_CHECK_VALUE(buffer.numel() % 4 == 0, "buffer has ", buffer.numel(),
+  DECODEV2_CHECK(buffer.numel() % 4 == 0, "buffer has ", buffer.numel(),
                     " elements, needs a multiple of 4");
   ReadArguments a = {};
   a.data = static_cast<const uint32_t*>(buffer.const_data_ptr());

@@ -46,9 +46,9 @@ void embed(const Tensor& token, const Optional& position, const Optional& valid_
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t n = token.numel();
   check_tensor(x, "x", torch::kFloat, n, x);
-  TORCH_CHECK_VALUE(token.scalar_type() == torch::kInt64 && x.dim() == 2 && x.size(0) == n, "token is ",
+  DECODEV2_CHECK(token.scalar_type() == torch::kInt64 && x.dim() == 2 && x.size(0) == n, "token is ",
                     token.scalar_type(), " ", token.sizes(), ", needs Long ids for the ", x.size(0), " rows of x");
-  TORCH_CHECK_VALUE(position.has_value() == valid_len.has_value(), "position and valid_len come together");
+  DECODEV2_CHECK(position.has_value() == valid_len.has_value(), "position and valid_len come together");
   if (position) {
     check_tensor(*position, "position", torch::kInt64, n, x);
     check_tensor(*valid_len, "valid_len", torch::kInt32, n, x);

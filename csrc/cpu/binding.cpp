@@ -17,6 +17,17 @@ using decodev2::Isa;
 using decodev2::Matrix;
 using torch::Tensor;
 
+// A Python ValueError with one line of text, for arguments that do not fit.
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw pybind11::value_error(c10::str(parts...));
+}
+
+#define DECODEV2_CHECK(condition, ...)       \
+  do {                                       \
+    if (!(condition)) refuse(__VA_ARGS__);   \
+  } while (false)
+
 Isa g_isa = decodev2::best_isa();
 const char* const kIsaNames[] = {"portable", "avx2", "avx512"};
 
@@ -28,28 +39,28 @@ void set_isa(const std::string& name) {
       g_isa = static_cast<Isa>(i);
       return;
     }
-  TORCH_CHECK_VALUE(false, "instruction set '", name, "' is unknown or not on this CPU; it has up to '",
+  DECODEV2_CHECK(false, "instruction set '", name, "' is unknown or not on this CPU; it has up to '",
                     kIsaNames[static_cast<int>(decodev2::best_isa())], "'");
 }
 
 std::string isa() { return kIsaNames[static_cast<int>(g_isa)]; }
 
 void check(const Tensor& t, const char* name, torch::ScalarType type, int64_t min_numel) {
-  TORCH_CHECK_VALUE(t.device().is_cpu() && t.scalar_type() == type && t.is_contiguous() && t.numel() >= min_numel,
+  DECODEV2_CHECK(t.device().is_cpu() && t.scalar_type() == type && t.is_contiguous() && t.numel() >= min_numel,
                     name, " is ", t.scalar_type(), " ", t.sizes(), ", needs a contiguous CPU ", type,
                     " tensor of at least ", min_numel, " elements");
 }
 
 // A float [n, width] whose rows may be part of wider ones (q, k and v share a buffer); returns the row stride.
 int64_t check_rows(const Tensor& t, const char* name, int64_t n, int64_t width) {
-  TORCH_CHECK_VALUE(t.device().is_cpu() && t.scalar_type() == torch::kFloat && t.dim() == 2 && t.size(0) == n &&
+  DECODEV2_CHECK(t.device().is_cpu() && t.scalar_type() == torch::kFloat && t.dim() == 2 && t.size(0) == n &&
                         t.size(1) == width && t.stride(1) == 1 && t.stride(0) >= width,
                     name, " is ", t.scalar_type(), " ", t.sizes(), ", needs contiguous rows of CPU Float [", n, ", ", width, "]");
   return t.stride(0);
 }
 
 Matrix matrix(const Tensor& codes, const Tensor& scales, int64_t rows) {
-  TORCH_CHECK_VALUE(codes.dim() == 3 && scales.dim() == 3 && codes.size(2) == 16 && scales.size(2) == 16 &&
+  DECODEV2_CHECK(codes.dim() == 3 && scales.dim() == 3 && codes.size(2) == 16 && scales.size(2) == 16 &&
                         codes.size(0) == scales.size(0) && codes.size(1) == 8 * scales.size(1) &&
                         rows > 16 * (codes.size(0) - 1) && rows <= 16 * codes.size(0),
                     "packed matrix: codes ", codes.sizes(), " and scales ", scales.sizes(), " do not fit ", rows, " rows");
@@ -61,7 +72,7 @@ Matrix matrix(const Tensor& codes, const Tensor& scales, int64_t rows) {
 
 // Matrices that share one panel must read the same number of columns from it.
 void check_same_width(const Matrix& a, const Matrix& b) {
-  TORCH_CHECK_VALUE(a.groups == b.groups, "packed matrices of ", a.groups * 64, " and ", b.groups * 64,
+  DECODEV2_CHECK(a.groups == b.groups, "packed matrices of ", a.groups * 64, " and ", b.groups * 64,
                     " columns cannot share one x");
 }
 
@@ -70,7 +81,7 @@ int64_t blocks_of(const Matrix& w) { return (w.rows + 15) / 16; }
 // Rows of x [n, k] laid out k-major [K_pad, n] and zero-filled behind k, as the kernels read it.
 const float* make_panel(const Tensor& x, const Matrix& w, Tensor& panel) {
   const int64_t padded = w.groups * 64, n = x.size(0), k = x.dim() == 2 ? x.size(1) : 0;
-  TORCH_CHECK_VALUE(n >= 1 && n <= decodev2::kMaxColumns && k <= padded && k > padded - 64, "x is ", x.sizes(),
+  DECODEV2_CHECK(n >= 1 && n <= decodev2::kMaxColumns && k <= padded && k > padded - 64, "x is ", x.sizes(),
                     ", needs 1..", decodev2::kMaxColumns, " rows of ", padded - 63, "..", padded, " values");
   check(x, "x", torch::kFloat, 1);
   check(panel, "panel", torch::kFloat, padded * n);
@@ -171,7 +182,7 @@ Best better(const Best& a, const Best& b) {
 // logits = W x; next_token = argmax(logits), or -1 when no logit is a number above -inf
 void head(const Tensor& x, const Tensor& codes, const Tensor& scales, Tensor& logits, Tensor& next_token,
           Tensor& panel) {
-  TORCH_CHECK_VALUE(x.size(0) == 1, "x is ", x.sizes(), ", the head takes 1 row");
+  DECODEV2_CHECK(x.size(0) == 1, "x is ", x.sizes(), ", the head takes 1 row");
   const Matrix w = matrix(codes, scales, logits.size(1));
   const float* p = make_panel(x, w, panel);
   const Target out = target(w, logits, std::nullopt, 1);
@@ -191,11 +202,11 @@ void head(const Tensor& x, const Tensor& codes, const Tensor& scales, Tensor& lo
 // out[i] = row ids[i] of the packed embedding; an id outside the table gives zeros, never a bad read
 void embed(const Tensor& ids, const Tensor& codes, const Tensor& scales, int64_t rows, Tensor& out) {
   const Matrix w = matrix(codes, scales, rows);
-  TORCH_CHECK_VALUE(out.dim() == 2, "out is ", out.sizes(), ", needs [ids, columns]");
+  DECODEV2_CHECK(out.dim() == 2, "out is ", out.sizes(), ", needs [ids, columns]");
   const int64_t n = ids.size(0), cols = out.size(1);
   check(ids, "ids", torch::kInt64, 1);
   check(out, "out", torch::kFloat, n * cols);
-  TORCH_CHECK_VALUE(cols <= w.groups * 64, "out is ", out.sizes(), ", the table has ", w.groups * 64, " columns");
+  DECODEV2_CHECK(cols <= w.groups * 64, "out is ", out.sizes(), ", the table has ", w.groups * 64, " columns");
   for (int64_t i = 0; i < n; ++i) {
     const int64_t id = ids.const_data_ptr<int64_t>()[i];
     float* row = out.mutable_data_ptr<float>() + i * cols;
@@ -208,7 +219,7 @@ void embed(const Tensor& ids, const Tensor& codes, const Tensor& scales, int64_t
 
 // y = x * rsqrt(mean(x^2) + eps) * weight, row by row
 void rms(const Tensor& x, const Tensor& weight, double eps, Tensor& y) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == x.size(1), "x is ", x.sizes(),
+  DECODEV2_CHECK(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == x.size(1), "x is ", x.sizes(),
                     " and weight ", weight.sizes(), ", need [n, hidden] and [hidden]");
   const int64_t n = x.size(0), hidden = x.size(1);
   check(x, "x", torch::kFloat, 1);
@@ -236,7 +247,7 @@ void rope_kv(Tensor& q, Tensor& k, const Tensor& v, const Tensor& cos, const Ten
              Tensor& k_cache, Tensor& v_cache) {
   const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
   const int64_t q_dim = q.size(1), kv_dim = n_kv * head_dim;
-  TORCH_CHECK_VALUE(q_dim % head_dim == 0, "q is ", q.sizes(), ", needs whole heads of ", head_dim);
+  DECODEV2_CHECK(q_dim % head_dim == 0, "q is ", q.sizes(), ", needs whole heads of ", head_dim);
   const int64_t q_stride = check_rows(q, "q", n, q_dim), k_stride = check_rows(k, "k", n, kv_dim);
   const int64_t v_stride = check_rows(v, "v", n, kv_dim);
   check(cos, "cos", torch::kFloat, max_seq * head_dim);
@@ -264,7 +275,7 @@ void attn(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const T
           Tensor& out) {
   const int64_t n = q.size(0), max_seq = k_cache.size(0), n_kv = k_cache.size(1), head_dim = k_cache.size(2);
   const int64_t n_q = q.size(1) / head_dim, group = n_q / n_kv, stride = n_kv * head_dim;
-  TORCH_CHECK_VALUE(head_dim % 16 == 0 && n_q % n_kv == 0, "attention over ", n_q, " heads of ", head_dim, " with ", n_kv,
+  DECODEV2_CHECK(head_dim % 16 == 0 && n_q % n_kv == 0, "attention over ", n_q, " heads of ", head_dim, " with ", n_kv,
                     " KV heads: head_dim must be a multiple of 16, heads of KV heads");
   const int64_t q_stride = check_rows(q, "q", n, n_q * head_dim);
   check(k_cache, "k_cache", torch::kFloat, 1);

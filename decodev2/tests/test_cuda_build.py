@@ -80,13 +80,14 @@ def nvcc_architectures() -> str:
 
 
 def compile_source(path: Path, capability: tuple[int, int]) -> Compiled:
-    """Device and host code of one source with the package's own flags; nothing is kept.
+    """One source with the package's own flags, host code once (for MEASURED); nothing is kept.
 
     What compiled once is remembered in the build cache under a hash of source, headers, flags and
     nvcc.
     """
     gencode = native.gencode(*capability)
-    command = [nvcc(), *native.CUDA_FLAGS, gencode, "-Xptxas", "-v", "-c"]
+    what = "-c" if capability == MEASURED else "-cubin"
+    command = [nvcc(), *native.CUDA_FLAGS, gencode, "-Xptxas", "-v", what]
     headers = [p for p in path.parent.iterdir() if p.suffix in (".h", ".cuh")]
     key = native.source_hash([path, *headers], *command[1:], nvcc_version(), "1")
     remembered = native.cache_folder() / "compiled" / f"{path.stem}-{key}.json"

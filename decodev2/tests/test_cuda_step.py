@@ -4,6 +4,7 @@ reads, many requests, prompt chunks, architectures, memory and every toggle, aga
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from dataclasses import fields, replace
 
@@ -520,6 +521,7 @@ def test_10000_replays_over_many_requests(medium):
     expected = [decode(state, weights, p, 30, by=captured, steps_per_read=8).ids for p in prompts]
     for prompt, ids in zip(prompts, expected, strict=True):
         assert_oracle_ids(model, prompt, ids)
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     replays, wrong = 0, 0
@@ -539,6 +541,7 @@ def test_10000_replays_over_many_requests(medium):
 def test_memory_of_a_3b_model():
     """Packed weights, cache and arena, once: nothing dense beside them, nothing kept by loading."""
     spec = with_max_seq(REAL_SHAPES["qwen2.5-3b"], 2048)
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     weights = load_weights(random_packed(spec, 0), "cuda")
