@@ -1,4 +1,4 @@
-"""One-column products over the thirteen shapes of the lab log: ours and the peers, on cold weights."""
+"""One-column products over the thirteen shapes of the lab log: ours and the peers, cold weights."""
 
 from __future__ import annotations
 
