@@ -1,4 +1,4 @@
-"""A real packed model on CUDA: ids against the CPU executor, many replays, and tokens per second."""
+"""A real packed model on CUDA: ids against the CPU executor, many replays, tokens per second."""
 
 from __future__ import annotations
 
