@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "refuse.h"
 #include "kernels.h"
 
 namespace {
@@ -16,17 +17,6 @@ namespace {
 using decodev2::Isa;
 using decodev2::Matrix;
 using torch::Tensor;
-
-// A Python ValueError with one line of text, for arguments that do not fit.
-template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  throw pybind11::value_error(c10::str(parts...));
-}
-
-#define DECODEV2_CHECK(condition, ...)       \
-  do {                                       \
-    if (!(condition)) refuse(__VA_ARGS__);   \
-  } while (false)
 
 Isa g_isa = decodev2::best_isa();
 const char* const kIsaNames[] = {"portable", "avx2", "avx512"};
