@@ -111,8 +111,8 @@ def test_swiglu(variant, units, k):
     x = rng.standard_normal(k).astype(np.float32)
     y = torch.full((1, units), torch.nan, device="cuda")
     native.cuda("nf4_gemv").gemv(
-        torch.from_numpy(x).cuda()[None], w.panels, w.tiles, y, 1, None, 0.0, None, None, None, None,
-        VARIANTS[variant], False,
+        torch.from_numpy(x).cuda()[None], w.panels, w.tiles, y, 1, None, 0.0, None, None,
+        None, None, VARIANTS[variant], False,
     )  # fmt: skip
     g, u = exact(gate, x), exact(up, x)
     assert relative(y, g / (1 + np.exp(-g)) * u) < 2e-3
