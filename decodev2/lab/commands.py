@@ -159,15 +159,17 @@ def list_command(runs_dir: str | Path = DEFAULT_RUNS, as_json: bool = False) -> 
 
 
 def draw_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
-    """Draw plates, or all below folders (then their index too); print what was written."""
+    """Draw plates, or all below folders; print what was written. A runs folder, which has one
+    folder per experiment, gets its index too."""
     written = []
     for target in map(Path, targets):
         if not target.exists():
             raise DecodeError(f"{target}: no such file or folder; needs a plate or a runs folder")
-        for path in plate.plate_paths(target) if target.is_dir() else [target]:
+        paths = plate.plate_paths(target) if target.is_dir() else [target]
+        for path in paths:
             if png := plate.draw(path):
                 written.append(png.as_posix())
-        if target.is_dir():
+        if target.is_dir() and all(path.parent != target for path in paths):
             written.append(plate.index(target).as_posix())
     print(json.dumps(written, indent=1) if as_json else "\n".join(written))
     return 0

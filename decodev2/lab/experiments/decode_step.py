@@ -97,12 +97,41 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         verdict=_verdict(rows, floor),
         card=card.card("cuda", read_rate=read_rate),
         notes=[f"{weights.bytes_per_token / 1e6:.1f} MB of packed weights per token"],
-        figure={
-            "kind": "bars", "value": "ms", "label": "kernels", "group": "case",
-            "low": "ms_best", "high": "ms_worst", "floor": floor,
-            "floor_text": "packed bytes at the read rate", "also": ["tok_s"],
-        },
+        figure={"kind": "own"},
+    )
+
+
+def draw(plate, fig) -> None:
+    """Bars: the step's time per way and position against the floor. The prompts stand below."""
+    steps = [row for row in plate.rows if row["tokens"] == 1]
+    ax = fig.subplots()
+    cases = list(dict.fromkeys(row["case"] for row in steps))
+    ways = list(dict.fromkeys(row["kernels"] for row in steps))
+    shades = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]
+    longest = max(row["ms"] for row in steps)
+    for row in steps:
+        case = cases.index(row["case"])
+        y = ways.index(row["kernels"]) + (case - 1) * 0.27
+        ax.barh(y, row["ms"], 0.25, color=shades[case % 4])
+        ax.annotate(
+            f"{row['ms']:.3f} ms, {row['tok_s']:.0f} tok/s", (row["ms"], y), (5, 0),
+            textcoords="offset points", va="center", fontsize=10.5,
+        )  # fmt: skip
+    floor = steps[0]["floor_ms"]
+    ax.axvline(floor, color="#222222", linewidth=1.5)
+    ax.annotate(
+        "packed bytes at the read rate", (floor, -0.75), (5, 0),
+        textcoords="offset points", va="center", fontsize=11.5,
     )  # fmt: skip
+    ax.set_yticks(range(len(ways)), ways)
+    ax.set_ylim(len(ways) - 0.4, -1)
+    ax.set_xlim(0, 1.3 * longest)
+    prompts = ", ".join(
+        f"{row['case']} in {row['ms']:.1f} ms" for row in plate.rows if row["tokens"] > 1
+    )
+    ax.set_xlabel(f"one greedy step [ms]{'; ' * bool(prompts)}{prompts}")
+    handles = [ax.barh(0, 0, color=shades[i % 4]) for i in range(len(cases))]
+    ax.legend(handles, cases, loc="lower right", fontsize=11.5)
 
 
 def _whole(text: str, limit: int) -> int:

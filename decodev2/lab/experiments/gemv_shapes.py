@@ -104,12 +104,44 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         rows=rows,
         verdict=_verdict(rows),
         card=card.card("cuda", read_rate=read_rate),
-        figure={
-            "kind": "bars", "value": "gb_s", "label": "kernel", "group": "shape",
-            "floor": read_rate["gb_s"], "floor_text": "read rate of the card",
-            "axis": "bytes of NF4 weights over time", "also": ["us"],
-        },
-    )  # fmt: skip
+        figure={"kind": "own"},
+    )
+
+
+def draw(plate, fig) -> None:
+    """Dots: one line per shape, one colour per kernel, GB/s on a log axis; times of the first."""
+    ax = fig.subplots()
+    shapes = list(dict.fromkeys(row["shape"] for row in plate.rows))
+    kernels = list(dict.fromkeys(row["kernel"] for row in plate.rows))
+    markers = "osD^vP"
+    for index, kernel in enumerate(kernels):
+        rows = [r for r in plate.rows if r["kernel"] == kernel and r["gb_s"] is not None]
+        ax.plot(
+            [r["gb_s"] for r in rows], [shapes.index(r["shape"]) for r in rows],
+            markers[index % len(markers)], markersize=9, label=kernel, zorder=3 - 0.1 * index,
+        )  # fmt: skip
+    ceiling = plate.card["read_rate"]["gb_s"]
+    ax.axvline(ceiling, color="#222222", linewidth=1.5)
+    ax.annotate("read rate of the card", (ceiling, -0.9), (-6, 0), textcoords="offset points",
+                ha="right", va="center", fontsize=11.5)  # fmt: skip
+    for row in plate.rows:
+        if row["kernel"] == kernels[0] and row["us"] is not None:
+            ax.annotate(
+                f"{row['us']:.1f} us", (ceiling * 1.12, shapes.index(row["shape"])),
+                va="center", fontsize=11.5, annotation_clip=False,
+            )  # fmt: skip
+    sizes = {row["shape"]: f"{row['rows']:,} x {row['cols']:,}" for row in plate.rows}
+    ax.set_yticks(range(len(shapes)), [f"{name}  {sizes[name]}" for name in shapes])
+    ax.set_ylim(len(shapes) - 0.4, -1.4)
+    ax.set_xscale("log")
+    ax.set_xticks(
+        [50, 100, 200, 500, 1000, 2000, 4000],
+        ["50", "100", "200", "500", "1,000", "2,000", "4,000"],
+    )
+    ax.set_xlim(35, ceiling * 2)
+    ax.minorticks_off()
+    ax.set_xlabel(f"bytes of NF4 weights over time [GB/s]; at the right, time of {kernels[0]}")
+    ax.legend(loc="lower left", frameon=True, fontsize=11.5)
 
 
 def _chosen(given: list[str], known: dict, what: str) -> list[str]:
