@@ -17,7 +17,8 @@ def forward_prefill(
 
     Afterwards `position` is the prompt's last slot, `valid_len` its length, and `logits` /
     `next_token` belong to what follows it: the state one `forward_decode` of the last id would have
-    left. `chunk` (columns per pass) is at most the state's; every chunk size gives the same bits.
+    left. `chunk` (columns per pass) is at most the state's; on the CPU every size gives the same
+    bits.
     """
     capacity = len(state.prompt.token)
     chunk = min(chunk or capacity, capacity)
