@@ -119,7 +119,7 @@ def _verify_line(row: dict) -> str:
     shape = "x".join(map(str, row["shape"]))
     line = (
         f"{row['name']:46s} {row['kind']:8s} {row['codec']:5s} {shape:>13s} "
-        f"{row['bits_per_weight']:6.2f} bits/weight {row['bytes']:>10d} B"
+        f"{row['bytes_per_weight']:6.4f} B/weight {row['bytes']:>10d} B"
     )
     if row.get("rmse") is not None:
         line += f"  rmse {row['rmse']:.3e}  max {row['max_abs']:.3e}"

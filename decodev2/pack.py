@@ -433,10 +433,10 @@ def verify(
 ) -> list[dict]:
     """Read every tensor of a `.chr`, one at a time, and report it; with `against`, compare.
 
-    Returns one row per tensor in file order: name, kind, codec, shape, bytes, bits_per_weight,
-    checked (False without a side-car: then no checksum is known) and fault (None, or what is wrong:
-    a checksum, or an original that is not finite). With an HF folder also rmse, max_abs and
-    rel_rmse (rmse / rms of the original, None when that is zero), None when faulty.
+    Returns one row per tensor in file order: name, kind, codec, shape, bytes, bytes_per_weight,
+    bits_per_weight, checked (False without a side-car: then no checksum is known) and fault (None,
+    or what is wrong: a checksum, or an original that is not finite). With an HF folder also rmse,
+    max_abs and rel_rmse (rmse / rms of the original, None when that is zero), None when faulty.
     Raises ContainerError for a broken file, ModelError for a folder with other tensors or shapes.
     """
     with ChrFile(chr_path) as file:
@@ -451,6 +451,7 @@ def verify(
                 "codec": entry.codec,
                 "shape": entry.shape,
                 "bytes": size,
+                "bytes_per_weight": size / math.prod(entry.shape),
                 "bits_per_weight": 8 * size / math.prod(entry.shape),
                 "checked": checked,
                 "fault": None,
