@@ -646,6 +646,8 @@ def test_killed_process_leaves_no_chr(tmp_path, name):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=child_environment(),
+        # a job started in the background inherits an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert child.stdout.readline() == b"ready\n"
