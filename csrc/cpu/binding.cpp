@@ -79,11 +79,15 @@ const float* make_panel(const Tensor& x, const Matrix& w, Tensor& panel) {
   float* out = panel.mutable_data_ptr<float>();
   if (n == 1) {
     std::copy(in, in + k, out);
-  } else {
-    for (int64_t c = 0; c < n; ++c)
-      for (int64_t i = 0; i < k; ++i) out[i * n + c] = in[c * k + i];
+    std::fill(out + k, out + padded, 0.0f);
+    return out;
   }
-  std::fill(out + k * n, out + padded * n, 0.0f);
+  at::parallel_for(0, w.groups, 1, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * 64, k);
+    for (int64_t i = begin * 64; i < last; ++i)
+      for (int64_t c = 0; c < n; ++c) out[i * n + c] = in[c * k + i];
+    std::fill(out + std::max(last, begin * 64) * n, out + end * 64 * n, 0.0f);
+  });
   return out;
 }
 
