@@ -300,7 +300,7 @@ BROKEN = {
     "linux home": (_print("/home/ada/models/x.chr\n"), "a path of one machine"),
     "mac home": (_print("loaded /Users/ada/x.chr\n"), "a path of one machine"),
     "windows home": (_print("C:\\Users\\ada\\x.chr\n"), "a path of one machine"),
-    "root home": (_print("'/root/.cache/decodev2'\n"), "a path of one machine"),
+    "root home": (_print(f"'/{'root'}/.cache/decodev2'\n"), "a path of one machine"),
     "path in html": (_hide_path_in_table, "a path of one machine"),
     "stderr": (_keep_build_words, "keeps stderr"),
     "error": (_fail, "holds an error"),
