@@ -20,6 +20,12 @@ from decodev2 import native
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def built_kernels():
+    """The first build says so on stderr; no test of what a command prints should meet it."""
+    native.cpu()
+
+
 @pytest.fixture(params=["portable", "avx2", "avx512"])
 def isa(request):
     """Each instruction set of the CPU kernels that this machine has."""
