@@ -62,7 +62,7 @@ void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, c
                    const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
                    torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials, torch::Tensor& counters,
                    torch::Tensor& out, bool rope, int64_t merge, bool pdl) {
-  const c10::cuda::CUDAGuard guard(q.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(q, "q"));
   const AttnArguments a =
       attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out);
   const int64_t floats = kPartialFloats(a.n_q, a.n_kv, a.head_dim, a.max_seq);

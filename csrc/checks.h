@@ -4,18 +4,15 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/extension.h>
 
+#include "refuse.h"
+
 namespace decodev2 {
 
-// A Python ValueError with one line of text, for arguments that do not fit.
-template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  throw pybind11::value_error(c10::str(parts...));
+// The device to work on: that of tensor t, which a launch needs to be a CUDA one.
+inline torch::Device cuda_device(const torch::Tensor& t, const char* name) {
+  DECODEV2_CHECK(t.is_cuda(), name, " is on ", t.device(), ", needs a CUDA device");
+  return t.device();
 }
-
-#define DECODEV2_CHECK(condition, ...)                   \
-  do {                                                   \
-    if (!(condition)) ::decodev2::refuse(__VA_ARGS__);   \
-  } while (false)
 
 inline void check_tensor(const torch::Tensor& t, const char* name, torch::ScalarType type, int64_t min_numel,
                          const torch::Tensor& beside) {
@@ -27,7 +24,7 @@ inline void check_tensor(const torch::Tensor& t, const char* name, torch::Scalar
 }
 
 inline void check_launch(cudaError_t error, const char* kernel) {
-  if (error != cudaSuccess) throw std::runtime_error(c10::str(kernel, ": ", cudaGetErrorString(error)));
+  if (error != cudaSuccess) throw std::runtime_error(text_of(kernel, ": ", cudaGetErrorString(error)));
 }
 
 template <typename T>

@@ -22,7 +22,7 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
           const Optional& residual, int64_t table, int64_t rows_sharing_x, bool split_k,
           bool stage_x, int64_t load_bytes) {
   using namespace decodev2;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
   const int64_t cols = x.numel(), groups = (cols + 63) / 64;
   DECODEV2_CHECK(
@@ -88,7 +88,7 @@ void gemv(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<T
 // y[u] = silu(gate_up[u]) * gate_up[units + u]
 void silu_multiply(const Tensor& gate_up, Tensor& y) {
   using namespace decodev2;
-  const c10::cuda::CUDAGuard guard(y.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(y, "y"));
   DECODEV2_CHECK(y.numel() > 0, "y has no elements");
   check_output(y, "y", y.numel(), y);
   check_output(gate_up, "gate_up", 2 * y.numel(), y);

@@ -35,7 +35,12 @@ struct GemvPlan {
 };
 
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
+int gemv_shared_bytes(GemvVariant variant, int groups);
 cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
+// One grid over the rows of q, k and v, stacked in one panel matrix, their bias added inside.
+cudaError_t chr_nf4_gemv_qkv(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream);
+// y[u] = silu(gate row u . x) * (up row u . x), a tile being 8 gate rows and their 8 up rows.
+cudaError_t chr_nf4_gemv_swiglu(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream);
 
 // ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
 
@@ -180,21 +185,19 @@ struct CandidateArguments {
   CommitArguments commit;
 };
 
-constexpr int kMaxArgmaxCtas = 132;  // CTAs, and so partial results, of chr_nf4_argmax
-
-// The same from the logits themselves.
-struct ArgmaxArguments {
+// Best of every slice of the logits: candidates for a head whose product leaves none.
+struct SliceArguments {
   const float* logits;  // [vocab]
   int vocab;
-  uint64_t* partials;   // [kMaxArgmaxCtas] scratch
-  uint32_t* counter;    // [1]; zero once after allocation, every launch leaves it zero
-  CommitArguments commit;
+  float* values;        // [count]
+  int* ids;             // [count], -1 where a slice has no number above -inf
+  int count;            // slices
 };
 
 cudaError_t chr_nf4_rms(const RmsArguments& a, bool pdl, cudaStream_t stream);
 cudaError_t chr_nf4_embed(const EmbedArguments& a, bool pdl, cudaStream_t stream);
 cudaError_t chr_nf4_commit(const CandidateArguments& a, bool pdl, cudaStream_t stream);
-cudaError_t chr_nf4_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream);
+cudaError_t chr_nf4_candidates(const SliceArguments& a, bool pdl, cudaStream_t stream);
 
 // ---- read_rate.cu: the ceiling -------------------------------------------------------------------
 

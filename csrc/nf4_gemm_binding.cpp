@@ -27,7 +27,7 @@ int64_t workspace_bytes(int64_t tiles, int64_t groups, int64_t n) {
 // y = W x for every row of x [n, cols]; kind 0 plain (+ bias) (+ y with add_to_y), 1 swiglu. y [n, rows].
 void gemm(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64_t kind, const Optional& norm_weight,
           double eps, const Optional& bias, bool add_to_y, Tensor& workspace, bool pdl) {
-  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   const int64_t n = x.size(0), cols = x.size(1), rows = y.size(1), groups = (cols + 63) / 64;
   const int64_t rows_per_tile = kind == 1 ? 8 : 16;
   DECODEV2_CHECK(kind == 0 || kind == 1, "kind is ", kind, ", needs 0 plain or 1 swiglu");

@@ -408,6 +408,8 @@ cudaError_t start(Kernel kernel, const GemvArguments& a, int threads, int shared
   return launch(kernel, grid, threads, shared, stream, plan.pdl, a);
 }
 
+int direct_shared_bytes(int panels) { return kTableBytes + panels * 512 + 2 * 16 * kTileRows * 4; }
+
 template <GemvKind kKind>
 cudaError_t dispatch(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream) {
   const int panels = (a.groups + kPanelBlocks - 1) / kPanelBlocks;
@@ -418,10 +420,8 @@ cudaError_t dispatch(const GemvArguments& a, const GemvPlan& plan, cudaStream_t 
       return start(gemv_ring<kKind, 16, 4, 1>, a, 576, Ring<16, 4>::bytes(panels), 1, plan, stream);
     case GemvVariant::kRing16x3:
       return start(gemv_ring<kKind, 16, 3, 1>, a, 576, Ring<16, 3>::bytes(panels), 1, plan, stream);
-    default: {
-      const int shared = kTableBytes + panels * 512 + 2 * 16 * kTileRows * 4;
-      return start(gemv_direct<kKind, 16>, a, 512, shared, 1, plan, stream);
-    }
+    default:
+      return start(gemv_direct<kKind, 16>, a, 512, direct_shared_bytes(panels), 1, plan, stream);
   }
 }
 
@@ -438,12 +438,30 @@ GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability) {
   return GemvVariant::kDirect;
 }
 
+int gemv_shared_bytes(GemvVariant variant, int groups) {
+  const int panels = (groups + kPanelBlocks - 1) / kPanelBlocks;
+  switch (variant) {
+    case GemvVariant::kRing8x2: return Ring<8, 2>::bytes(panels);
+    case GemvVariant::kRing16x4: return Ring<16, 4>::bytes(panels);
+    case GemvVariant::kRing16x3: return Ring<16, 3>::bytes(panels);
+    default: return direct_shared_bytes(panels);
+  }
+}
+
 cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream) {
   switch (kind) {
-    case GemvKind::kSwiglu: return dispatch<GemvKind::kSwiglu>(a, plan, stream);
+    case GemvKind::kSwiglu: return chr_nf4_gemv_swiglu(a, plan, stream);
     case GemvKind::kHead: return dispatch<GemvKind::kHead>(a, plan, stream);
     default: return dispatch<GemvKind::kPlain>(a, plan, stream);
   }
+}
+
+cudaError_t chr_nf4_gemv_qkv(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream) {
+  return dispatch<GemvKind::kPlain>(a, plan, stream);
+}
+
+cudaError_t chr_nf4_gemv_swiglu(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream) {
+  return dispatch<GemvKind::kSwiglu>(a, plan, stream);
 }
 
 }  // namespace decodev2

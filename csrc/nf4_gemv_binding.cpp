@@ -12,7 +12,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
           double eps, const Optional& bias, const Optional& residual, const Optional& candidate_values,
           const Optional& candidate_ids, int64_t variant, bool pdl) {
   using namespace decodev2;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
   const int64_t cols = x.size(-1), rows = y.size(-1), groups = (cols + 63) / 64;
   const int64_t rows_per_tile = kind == 1 ? 8 : 16;
@@ -51,6 +51,10 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
   plan.multiprocessors = device->multiProcessorCount;
   plan.pdl = pdl && capability >= 90;
+  const int shared = gemv_shared_bytes(plan.variant, a.groups);
+  DECODEV2_CHECK(shared <= static_cast<int>(device->sharedMemPerBlockOptin), "a product of ", cols,
+                    " columns takes ", shared, " bytes of shared memory, a CTA has ",
+                    device->sharedMemPerBlockOptin);
   check_launch(chr_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
 }
 

@@ -9,7 +9,7 @@ using torch::Tensor;
 
 // Reads all of `buffer` [Int, a multiple of 16 bytes]; checksum[0] ^= exclusive or of its elements.
 void read_all(const Tensor& buffer, Tensor& checksum) {
-  const c10::cuda::CUDAGuard guard(buffer.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(buffer, "buffer"));
   check_tensor(buffer, "buffer", torch::kInt, 4, buffer);
   check_tensor(checksum, "checksum", torch::kInt, 1, buffer);
   DECODEV2_CHECK(buffer.numel() % 4 == 0, "buffer has ", buffer.numel(),

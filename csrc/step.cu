@@ -4,17 +4,16 @@
 //           embed_rows  x[i] = row token[i] of the table; valid_len[i] = position[i] + 1
 //           commit      next_token = best candidate of the head; then, if asked, token, position,
 //                       finished and the next x (rules at CommitArguments, launch.h)
-//           argmax      the same from the logits, in one launch
-// Owns      rms, embed_rows: one CTA per row. commit: one CTA. argmax: CTA = a slice of the logits;
-//           the CTA that arrives last reduces the slices and commits.
+//           candidates  the best logit and id of each slice of the logits, for commit: what the
+//                       head GEMV leaves by itself, and other products of the head do not
+// Owns      rms, embed_rows: one CTA per row. commit: one CTA. candidates: CTA = a slice
 // Grid      CTAs x threads: rms n x (hidden / 4 in whole warps, at most 1024), embed_rows n x 256,
-//           commit 1 x 256, argmax min(132, vocab / 1024) x 256. Shared: under 200 bytes
+//           commit 1 x 256, candidates as many as there are slots x 256. Shared: under 200 bytes
 // Layout    a candidate is one 64-bit key: the logit's bits, made to order as integers, above the
 //           complement of its id. The greatest key is the greatest logit and, in a tie, the lowest
 //           id, whatever the order of the reduction; 0 is "none" (NaN and -inf never win).
-// Floor     rms 8 * hidden bytes; embed_rows 4.25 / 8 * hidden; argmax 4 * vocab: all far below a
-//           launch
-// Variants  argmax over the logits; commit from the candidates of the head
+// Floor     rms 8 * hidden bytes; embed_rows 4.25 / 8 * hidden; candidates 4 * vocab: all far below
+//           a launch
 #include <cuda_fp16.h>
 
 #include "device.cuh"
@@ -183,35 +182,18 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(CandidateArguments a) 
   commit_id(a.commit, key_id(block_best(best, scratch)), levels);
 }
 
-__global__ void __launch_bounds__(kThreads) argmax_kernel(ArgmaxArguments a) {
-  __shared__ float levels[16];
-  __shared__ Key scratch[2][kThreads / 32];
-  __shared__ uint32_t last;
+__global__ void __launch_bounds__(kThreads) candidates_kernel(SliceArguments a) {
+  __shared__ Key scratch[kThreads / 32];
   let_dependents_launch();
-  stage_levels(levels);
   wait_for_predecessors();
   Key best = 0;
-  const int quads = a.vocab / 4;
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < quads; i += gridDim.x * kThreads) {
-    const float4 v = reinterpret_cast<const float4*>(a.logits)[i];
-    best = max(max(best, max(make_key(v.x, 4 * i), make_key(v.y, 4 * i + 1))),
-               max(make_key(v.z, 4 * i + 2), make_key(v.w, 4 * i + 3)));
-  }
-  const int rest = 4 * quads + threadIdx.x;
-  if (blockIdx.x == 0 && rest < a.vocab) best = max(best, make_key(a.logits[rest], rest));
-  best = block_best(best, scratch[0]);
-  if (threadIdx.x == 0) {
-    a.partials[blockIdx.x] = best;
-    last = comes_last(a.counter, gridDim.x);
-  }
-  __syncthreads();
-  if (!last) return;
-  best =
-      threadIdx.x < gridDim.x ? __ldcg(reinterpret_cast<const Key*>(a.partials) + threadIdx.x) : 0;
-  commit_id(a.commit, key_id(block_best(best, scratch[1])), levels);
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < a.vocab; i += gridDim.x * kThreads)
+    best = max(best, make_key(a.logits[i], i));
+  const int64_t id = key_id(block_best(best, scratch));
+  if (threadIdx.x != 0) return;
+  a.ids[blockIdx.x] = static_cast<int>(id);
+  a.values[blockIdx.x] = id < 0 ? 0.0f : a.logits[id];
 }
-
-static_assert(kMaxArgmaxCtas <= kThreads, "one partial per thread");
 
 // ---- launching ----------------------------------------------------------------------------------
 
@@ -256,11 +238,10 @@ cudaError_t chr_nf4_commit(const CandidateArguments& a, bool pdl, cudaStream_t s
   return launch(commit_kernel, dim3(1), dim3(kThreads), 0, stream, pdl && hopper_or_newer(), a);
 }
 
-cudaError_t chr_nf4_argmax(const ArgmaxArguments& a, bool pdl, cudaStream_t stream) {
-  if (a.vocab < 1 || !valid_commit(a.commit)) return cudaErrorInvalidValue;
-  const int wanted = (a.vocab + 4 * kThreads - 1) / (4 * kThreads);
-  const int ctas = wanted < kMaxArgmaxCtas ? wanted : kMaxArgmaxCtas;
-  return launch(argmax_kernel, dim3(ctas), dim3(kThreads), 0, stream, pdl && hopper_or_newer(), a);
+cudaError_t chr_nf4_candidates(const SliceArguments& a, bool pdl, cudaStream_t stream) {
+  if (a.vocab < 1 || a.count < 1) return cudaErrorInvalidValue;
+  return launch(candidates_kernel, dim3(a.count), dim3(kThreads), 0, stream,
+                pdl && hopper_or_newer(), a);
 }
 
 }  // namespace decodev2

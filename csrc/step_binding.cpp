@@ -1,4 +1,4 @@
-// Torch-facing side of step.cu: norm, embedding rows, argmax and commit.
+// Torch-facing side of step.cu: norm, embedding rows, candidates, choosing and committing.
 #include "checks.h"
 #include "launch.h"
 
@@ -10,7 +10,7 @@ using Optional = std::optional<Tensor>;
 
 // y = x * rsqrt(mean(x^2) + eps) * weight, row by row
 void rms(const Tensor& x, const Tensor& weight, double eps, Tensor& y, bool pdl) {
-  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   check_tensor(x, "x", torch::kFloat, 1, x);
   check_tensor(weight, "weight", torch::kFloat, x.size(1), x);
   check_tensor(y, "y", torch::kFloat, x.numel(), x);
@@ -43,7 +43,7 @@ EmbedTable embed_table(const Tensor& table, int64_t rows, int64_t hidden, const 
 // x[i] = embedding row of token[i]; with a position also valid_len[i] = position[i] + 1
 void embed(const Tensor& token, const Optional& position, const Optional& valid_len, const Tensor& table, int64_t rows, Tensor& x,
            bool pdl) {
-  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   const int64_t n = token.numel();
   check_tensor(x, "x", torch::kFloat, n, x);
   DECODEV2_CHECK(token.scalar_type() == torch::kInt64 && x.dim() == 2 && x.size(0) == n, "token is ",
@@ -66,7 +66,7 @@ void embed(const Tensor& token, const Optional& position, const Optional& valid_
 // Best of the head's candidates -> next_token; with `commit` also token, position and finished.
 void choose(const Tensor& values, const Tensor& ids, Tensor& next_token, Tensor& token, Tensor& position,
             Tensor& finished, const Tensor& eos_ids, Tensor& history, bool commit, bool pdl) {
-  const c10::cuda::CUDAGuard guard(values.device());
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(values, "values"));
   check_tensor(values, "values", torch::kFloat, 1, values);
   check_tensor(ids, "ids", torch::kInt32, values.numel(), values);
   check_tensor(next_token, "next_token", torch::kInt64, 1, values);
@@ -89,10 +89,26 @@ void choose(const Tensor& values, const Tensor& ids, Tensor& next_token, Tensor&
   check_launch(chr_nf4_commit(a, pdl, at::cuda::getCurrentCUDAStream()), "choose");
 }
 
+// Best logit and id of every slice: what a head without candidates of its own leaves for `choose`.
+void candidates(const Tensor& logits, Tensor& values, Tensor& ids, bool pdl) {
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(logits, "logits"));
+  check_tensor(logits, "logits", torch::kFloat, 1, logits);
+  check_tensor(values, "values", torch::kFloat, 1, logits);
+  check_tensor(ids, "ids", torch::kInt32, values.numel(), logits);
+  SliceArguments a = {};
+  a.logits = logits.const_data_ptr<float>();
+  a.vocab = static_cast<int>(logits.numel());
+  a.values = values.mutable_data_ptr<float>();
+  a.ids = ids.mutable_data_ptr<int>();
+  a.count = static_cast<int>(values.numel());
+  check_launch(chr_nf4_candidates(a, pdl, at::cuda::getCurrentCUDAStream()), "candidates");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rms", &rms);
   m.def("embed", &embed);
+  m.def("candidates", &candidates);
   m.def("choose", &choose);
 }

@@ -1,8 +1,10 @@
 """The GEMV rungs: every idea the lab log tried at one column, still runnable and named.
 
 They work on plain row-major `.chr` data, so that a rung differs from its neighbour in one idea and
-not in a layout. The product that the step uses is `linear.py`; kernels: `csrc/ladder_gemv.cu`.
-The log's first experiment, tensor cores at one column, is `linear.set_linear_backend("mma")`.
+not in a layout; kernels: `csrc/ladder_gemv.cu`. They run alone (`gemv`, `qkv`, `gate_up`), and a
+whole step runs on them (the `step_*` functions) where the weights were loaded with layout "rows"
+and the backend is `rows`. The product that the step uses otherwise is `linear.py`; the log's first
+experiment, tensor cores at one column, is its backend `mma`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import native
+from . import native, toggles
 from .errors import DecodeError
 from .nf4 import Packed, padded
 from .plan import GROUP
+from .upload import upload
 
-TABLES = ("lut_constant", "lut_shared", "lut_shuffle", "lut_byte_permute", "lut_pair")
+TABLES = toggles.CHOICES["table"]
 ROWS_SHARING_X = (1, 2, 4, 8)
 MANY_ROWS = 4096  # from here on the grid fills the card with four rows per CTA
 QKV_WAYS = ("separate", "fused", "concatenated")
@@ -53,7 +56,7 @@ class RowMajor:
 
 def from_packed(packed: Packed, device: torch.device | str) -> RowMajor:
     """One matrix on `device`, its bytes in the order of the file."""
-    codes, scales = (torch.from_numpy(p).to(device) for p in (packed.codes, packed.scales))
+    codes, scales = (upload(part, device) for part in (packed.codes, packed.scales))
     return RowMajor(codes, scales, *packed.shape)
 
 
@@ -156,6 +159,69 @@ def gate_up(
     for part, half in zip(w, halves, strict=True):
         _launch(x, [part], half, **options)
     native.cuda("ladder_gemv").silu_multiply(scratch, y)
+
+
+# ---- the operations of a step on row-major weights, as `toggles` say ----
+
+
+def step_product(x, w: RowMajor, y, **tensors) -> None:
+    """y = W x (one column); `tensors` are those of `gemv`."""
+    gemv(x, w, y, **_options(), **tensors)
+
+
+def step_qkv(x, w: tuple[RowMajor, ...], y, **tensors) -> None:
+    """y = q, k, v of one column; `w` is three matrices, or their concatenated copy."""
+    qkv(x, w, y, _way(w), **_options(), **tensors)
+
+
+def step_swiglu(x, w: tuple[RowMajor, ...], y, scratch: torch.Tensor, **tensors) -> None:
+    """y = silu(gate x) * (up x) of one column. scratch: bytes, at least 8 per unit. The fused
+    kernel exists for levels in shared memory and split K; other tables take two launches."""
+    options, way = _options(), _way(w)
+    if way == "fused" and options["table"] != "lut_shared":
+        way = "separate"
+    if way == "fused":
+        options["stage_x"] = False
+    floats = scratch[: 8 * y.numel()].view(torch.float32)
+    gate_up(x, w, y, way, floats, **options, **tensors)
+
+
+def _options() -> dict:
+    t = toggles.current
+    split_k = t.table != "lut_constant"  # the log's first table had one warp a row
+    stage_x = t.stage_x or t.table == "lut_pair"  # its CTAs stay for many rows
+    return {
+        "table": t.table,
+        "split_k": split_k,
+        "stage_x": stage_x,
+        "nr": None if t.nr == "auto" else t.nr,
+    }
+
+
+def _way(w: tuple[RowMajor, ...]) -> str:
+    return "concatenated" if len(w) == 1 else toggles.current.parts
+
+
+def sdpa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    valid_len: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """torch's attention of one column over the whole cache, its dead tail masked: the log's sixth
+    experiment. q, out float32 [1, n_q * head_dim] after RoPE, caches bf16 [max_seq, n_kv,
+    head_dim]. torch allocates its intermediates: inside a graph they lie in the graph's pool."""
+    slots, _, head_dim = k_cache.shape
+    live = torch.arange(slots, device=q.device) < valid_len
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        q.view(1, -1, 1, head_dim).to(k_cache.dtype),
+        k_cache.transpose(0, 1)[None],
+        v_cache.transpose(0, 1)[None],
+        attn_mask=live.view(1, 1, 1, slots),
+        enable_gqa=True,
+    )
+    out.copy_(attended.view(1, -1))
 
 
 def _launch(

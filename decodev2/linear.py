@@ -1,6 +1,6 @@
 """One packed NF4 matrix on a device, and the products the step takes with it.
 
-CUDA layout: `panels.py`.
+CUDA layouts: `panels.py`, and row-major for the rungs of `ladder.py`.
 
 CPU layout (drawn in `csrc/cpu/kernels.inl`): rows in blocks of 16, so that one vector register
 holds the same 8 columns of 16 rows. It is a transposition of 32-bit words of the `.chr` rows: same
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from . import native, toggles
+from . import ladder, native, toggles
+from .errors import DecodeError
 from .nf4 import Packed
 from .panels import PanelLinear
 
@@ -36,7 +37,7 @@ class PackedLinear:
         return self.codes.nbytes + self.scales.nbytes
 
 
-Linear = PackedLinear | PanelLinear
+Linear = PackedLinear | PanelLinear | ladder.RowMajor
 
 
 def from_packed(packed: Packed) -> PackedLinear:
@@ -79,13 +80,14 @@ GEMV_VARIANTS = {"auto": -1, "direct": 0, "ring8x2": 1, "ring16x4": 2, "ring16x3
 
 
 def set_linear_backend(name: str) -> None:
-    """`gemv` or `mma`: the kernel behind products of one column on CUDA. More columns are `mma`."""
+    """`gemv`, `mma` or `rows`: the kernel behind products of one column on CUDA. More columns are
+    `mma`; `rows` needs weights loaded with the layout "rows", and takes one column only."""
     toggles.current.set("linear", name)
 
 
 def cuda_product(
     x: torch.Tensor,
-    w: PanelLinear,
+    w: PanelLinear | ladder.RowMajor,
     y: torch.Tensor,
     scratch: torch.Tensor,
     kind: int = PLAIN,
@@ -99,7 +101,12 @@ def cuda_product(
     x [n, cols], y [n, rows]. With `norm` [cols] x is RMS-normed on the way in.
     """
     t = toggles.current
-    if len(x) == 1 and t.linear == "gemv":
+    check_layout(w, len(x))
+    if isinstance(w, ladder.RowMajor):
+        if kind != PLAIN:
+            raise DecodeError("a row-major matrix has the plain epilogue only")
+        ladder.step_product(x, w, y, norm=norm, eps=eps, bias=bias, residual=y if add else None)
+    elif len(x) == 1 and t.linear == "gemv":
         native.cuda("nf4_gemv").gemv(
             x, w.panels, w.tiles, y, kind, norm, eps, bias, y if add else None, None, None,
             GEMV_VARIANTS[t.gemv], t.pdl,
@@ -110,17 +117,36 @@ def cuda_product(
         )
 
 
+def check_layout(w, columns: int) -> None:
+    """The backend `rows` and row-major weights go together, one column at a time. Raises
+    DecodeError."""
+    by_rows = isinstance(w, ladder.RowMajor)
+    if by_rows != (toggles.current.linear == "rows"):
+        found = "row-major" if by_rows else "panels"
+        raise DecodeError(
+            f"the backend is {toggles.current.linear}, but the weights are {found}; load them with "
+            f"layout {'panels' if by_rows else 'rows'}"
+        )
+    if by_rows and columns > 1:
+        raise DecodeError(f"row-major products take 1 column, found {columns}; use chunks of 1")
+
+
 def cuda_head(
     x: torch.Tensor,
-    w: PanelLinear,
+    w: PanelLinear | ladder.RowMajor,
     logits: torch.Tensor,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
     eps: float,
     values: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
     """logits [1, rows] = W rms(x), and each CTA's best logit and id into `values` and `ids`."""
     t = toggles.current
+    check_layout(w, len(x))
+    if isinstance(w, ladder.RowMajor):
+        ladder.step_product(x, w, logits, norm=norm, eps=eps)
+        native.cuda("step").candidates(logits, values, ids, t.pdl)
+        return
     native.cuda("nf4_gemv").gemv(
         x, w.panels, w.tiles, logits, HEAD, norm, eps, None, None, values, ids,
         GEMV_VARIANTS[t.gemv], t.pdl,

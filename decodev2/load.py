@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from . import panels
+from . import ladder, panels
 from .chr0 import ChrFile
-from .errors import ContainerError
+from .errors import ContainerError, ModelError
+from .ladder import RowMajor
 from .linear import Linear, PackedLinear, from_packed
 from .nf4 import Packed
 from .panels import PanelLinear
@@ -39,14 +40,15 @@ class ChrModel:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. On the CPU fused parts are tuples, on CUDA one panel matrix and one vector."""
+    """One layer. On the CPU fused parts are tuples, on CUDA one panel matrix and one vector; in
+    the layout "rows" tuples of row-major matrices, one matrix if they were concatenated."""
 
     attn_norm: torch.Tensor  # [hidden] float32
-    qkv: tuple[PackedLinear, PackedLinear, PackedLinear] | PanelLinear
+    qkv: tuple[PackedLinear, PackedLinear, PackedLinear] | tuple[RowMajor, ...] | PanelLinear
     qkv_bias: tuple[torch.Tensor | None, ...] | torch.Tensor | None  # [rows of q, k, v] float32
     o: Linear
     mlp_norm: torch.Tensor  # [hidden] float32
-    gate_up: tuple[PackedLinear, PackedLinear] | PanelLinear
+    gate_up: tuple[PackedLinear, PackedLinear] | tuple[RowMajor, ...] | PanelLinear
     down: Linear
 
     @property
@@ -124,17 +126,48 @@ def _check_fits(file: ChrFile, spec: ArchSpec, folder: Path) -> None:
             raise ContainerError(f"{file.path}: was packed from another {path.name} than {path}")
 
 
-def load_weights(model: Model, device: str = "cpu") -> ModelWeights:
-    """Bring every tensor into the device's layout, one at a time: peak is the model plus one."""
+LAYOUTS = ("panels", "rows")
+
+
+def load_weights(
+    model: Model, device: str = "cpu", layout: str = "panels", concatenated: bool = False
+) -> ModelWeights:
+    """Bring every tensor into the device's layout, one at a time: peak is the model plus one.
+
+    On CUDA `layout` is "panels" (what the products of the step read) or "rows" (as the file has
+    them, for the backend `rows`); with `concatenated` rows hold q, k, v and gate, up as one matrix
+    each. The CPU has a layout of its own. The embedding is gathered from panels in either layout.
+    """
+    if layout not in LAYOUTS:
+        raise ModelError(f"layout is {layout!r}, needs one of {', '.join(LAYOUTS)}")
     spec, tensors = model.spec, model.tensors
     on_cpu = torch.device(device).type == "cpu"
+    by_rows = not on_cpu and layout == "rows"
 
     def vector(*names: str) -> torch.Tensor:
         parts = [np.asarray(tensors[name], np.float32) for name in names]
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
     def matrix(packed: Packed) -> Linear:
+        if by_rows:
+            return ladder.from_packed(packed, device)
         return from_packed(packed) if on_cpu else panels.from_packed(packed, device)
+
+    def rows(*parts: Packed) -> tuple[RowMajor, ...]:
+        matrices = tuple(ladder.from_packed(part, device) for part in parts)
+        return (ladder.concatenate(matrices),) if concatenated else matrices
+
+    def fused_qkv(parts: tuple[Packed, Packed, Packed]):
+        if by_rows:
+            return rows(*parts)
+        return tuple(map(from_packed, parts)) if on_cpu else panels.from_packed(parts, device)
+
+    def fused_gate_up(gate: Packed, up: Packed):
+        if by_rows:
+            return rows(gate, up)
+        if on_cpu:
+            return from_packed(gate), from_packed(up)
+        return panels.gate_up_from_packed(gate, up, device)
 
     def bias(names: dict[str, str]):
         if not spec.qkv_bias:
@@ -144,29 +177,33 @@ def load_weights(model: Model, device: str = "cpu") -> ModelWeights:
 
     def layer(i: int) -> LayerWeights:
         names = layer_names(spec, i)
-        qkv = _qkv(tensors, names, spec)
-        gate, up = tensors[names["gate"]], tensors[names["up"]]
         return LayerWeights(
             attn_norm=vector(names["attn_norm"]),
-            qkv=tuple(map(from_packed, qkv)) if on_cpu else panels.from_packed(qkv, device),
+            qkv=fused_qkv(_qkv(tensors, names, spec)),
             qkv_bias=bias(names),
             o=matrix(tensors[names["o"]]),
             mlp_norm=vector(names["mlp_norm"]),
-            gate_up=(from_packed(gate), from_packed(up))
-            if on_cpu
-            else panels.gate_up_from_packed(gate, up, device),
+            gate_up=fused_gate_up(tensors[names["gate"]], tensors[names["up"]]),
             down=matrix(tensors[names["down"]]),
         )
 
+    def head() -> Linear:
+        if not spec.tied:
+            return matrix(tensors[names["lm_head"]])
+        return matrix(table) if by_rows else embed
+
     names = top_names(spec)
     table = tensors[names["embed"]]
-    embed = matrix(table) if isinstance(table, Packed) else torch.tensor(table, device=device)
+    if not isinstance(table, Packed):
+        embed = torch.tensor(table, device=device)
+    else:
+        embed = from_packed(table) if on_cpu else panels.from_packed(table, device)
     return ModelWeights(
         spec=spec,
         embed=embed,
         layers=tuple(layer(i) for i in range(spec.n_layers)),
         norm=vector(names["norm"]),
-        lm_head=embed if spec.tied else matrix(tensors[names["lm_head"]]),
+        lm_head=head(),
     )
 
 

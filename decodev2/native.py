@@ -242,7 +242,8 @@ def cpu():
     """The CPU kernels. `DECODEV2_CPU_ISA=portable|avx2|avx512` overrides the choice made from the
     CPU."""
     folder = csrc_folder() / "cpu"
-    module = _build("cpu", sorted(folder.iterdir()), CPU_FLAGS, folder)
+    files = [*sorted(folder.iterdir()), csrc_folder() / "refuse.h"]
+    module = _build("cpu", files, CPU_FLAGS, folder)
     wanted = os.environ.get("DECODEV2_CPU_ISA")
     if wanted:
         try:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from . import native, toggles
+from . import ladder, native, toggles
 from .arena import Arena
 from .embed import embed_rows
-from .linear import SWIGLU, Linear, cuda_head, cuda_product, nf4_linear
+from .linear import SWIGLU, Linear, check_layout, cuda_head, cuda_product, nf4_linear
 from .load import LayerWeights, ModelWeights
 from .panels import PanelLinear
 from .state import DecodeState
@@ -40,8 +40,12 @@ def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
     noise."""
     if c.x.is_cuda:
         x, norm = _normed(c, state, layer.attn_norm)
-        eps = state.spec.rms_eps
-        cuda_product(x, layer.qkv, c.qkv, state.panel, norm=norm, eps=eps, bias=layer.qkv_bias)
+        tensors = {"norm": norm, "eps": state.spec.rms_eps, "bias": layer.qkv_bias}
+        if isinstance(layer.qkv, tuple):
+            check_layout(layer.qkv[0], len(x))
+            ladder.step_qkv(x, layer.qkv, c.qkv[0], **tensors)
+        else:
+            cuda_product(x, layer.qkv, c.qkv, state.panel, **tensors)
         return
     rms(c.x, layer.attn_norm, state.spec.rms_eps, c.h)
     wq, wk, wv = layer.qkv
@@ -71,8 +75,12 @@ def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
     """act = silu(G rms(x)) * (U rms(x)), silu after the whole product."""
     if c.x.is_cuda:
         x, norm = _normed(c, state, layer.mlp_norm)
-        eps = state.spec.rms_eps
-        cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, norm=norm, eps=eps)
+        tensors = {"norm": norm, "eps": state.spec.rms_eps}
+        if isinstance(layer.gate_up, tuple):
+            check_layout(layer.gate_up[0], len(x))
+            ladder.step_swiglu(x, layer.gate_up, c.act[0], state.panel, **tensors)
+        else:
+            cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, **tensors)
         return
     rms(c.x, layer.mlp_norm, state.spec.rms_eps, c.h)
     gate, up = layer.gate_up
@@ -82,10 +90,14 @@ def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
 def head(c: Arena, state: DecodeState, weights: ModelWeights) -> None:
     """Logits of the last column, and the candidates of their argmax."""
     x, h, w = c.x[-1:], c.h[-1:], weights.lm_head
+    norm, eps = weights.norm, weights.spec.rms_eps
     if x.is_cuda:
-        cuda_head(x, w, state.logits, weights.norm, weights.spec.rms_eps, *state.candidates)
+        if isinstance(w, ladder.RowMajor) and toggles.current.norm == "alone":
+            rms(x, norm, eps, h)
+            x, norm = h, None
+        cuda_head(x, w, state.logits, norm, eps, *state.candidates)
         return
-    rms(x, weights.norm, weights.spec.rms_eps, h)
+    rms(x, norm, eps, h)
     native.cpu().head(h, w.codes, w.scales, state.logits, state.next_token, state.panel)
 
 
@@ -149,9 +161,11 @@ def _cuda_attention(c: Arena, state: DecodeState, layer: int) -> None:
         state.scores, state.counters, c.attn,
     )  # fmt: skip
     attn = native.cuda("attn")
-    if len(c.x) > 1 or t.attention in ("one_warp", "rope_apart"):
+    if len(c.x) > 1 or t.attention in ("one_warp", "sdpa", "rope_apart"):
         attn.rope_kv(*buffers, False, 0, t.pdl)
-        if t.attention == "one_warp":
+        if t.attention == "sdpa" and len(c.x) == 1:
+            ladder.sdpa(c.q, kv.k[layer], kv.v[layer], c.valid_len, c.attn)
+        elif t.attention == "one_warp":
             native.cuda("ladder_attn").one_warp(*buffers, False, 0, t.pdl)
         elif len(c.x) > 1:
             attn.prefill(*buffers, False, 0, t.pdl)

@@ -13,6 +13,7 @@ import torch
 
 from .nf4 import ZERO_CODE, Packed
 from .plan import GROUP, ArchSpec
+from .upload import upload
 
 TILE_ROWS = 16
 PANEL_BLOCKS = 4  # blocks of 16 rows x 64 columns per panel
@@ -81,8 +82,7 @@ def panel_shapes(spec: ArchSpec, head: bool) -> list[tuple[int, int]]:
 
 
 def _upload(packed: Packed, device) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = torch.from_numpy(packed.codes), torch.from_numpy(packed.scales)
-    return codes.to(device), scales.to(device)
+    return upload(packed.codes, device), upload(packed.scales, device)
 
 
 def _pad_rows(codes: torch.Tensor, scales: torch.Tensor, multiple: int):

@@ -116,9 +116,10 @@ def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int)
         build_kernels(device)  # a first build must not count as loading
     started = time.perf_counter()
     if executor != "oracle":
-        weights = load_weights(model, device)
+        by_rows = executor == "decodev2" and device != "cpu" and toggles.current.linear == "rows"
+        weights = load_weights(model, device, "rows" if by_rows else "panels")
     if executor == "decodev2":
-        state = allocate_state(model.spec, device, chunk)
+        state = allocate_state(model.spec, device, 1 if by_rows else chunk)
     loaded = time.perf_counter()
     session = Session(
         model.spec, text, executor, device, model, weights, state, loaded - started, 0.0

@@ -92,6 +92,7 @@ def product_scratch(spec: ArchSpec, n: int, device) -> torch.Tensor:
         return torch.zeros(panel_size(spec, n))
     with torch.cuda.device(device):
         size = cuda_scratch_bytes(panel_shapes(spec, head=n == 1), n)
+    size = max(size, 8 * spec.intermediate)  # gate and up apart (ladder.step_swiglu)
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 

@@ -1,7 +1,7 @@
 """The switches of the CUDA step: which kernel stands behind an op. Ablations and widgets turn them.
 
 They are read when an op is launched, so a captured graph keeps the kernels it was captured with.
-`CHR_NF4_DECODE=mma|gemv` sets the first one; every plate records them all.
+`CHR_NF4_DECODE=mma|gemv|rows` sets `linear`; `CHR_NF4_GEMV_NR` is what `nr` auto takes if set.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from dataclasses import asdict, dataclass, fields
 from .errors import DecodeError
 
 CHOICES = {
-    "linear": ("mma", "gemv"),  # products of one column: the prefill kernel, or the GEMV
+    # products of one column: the prefill kernel, the GEMV, or the rungs on row-major weights
+    "linear": ("mma", "gemv", "rows"),
     "gemv": ("auto", "direct", "ring8x2", "ring16x4", "ring16x3"),
     "norm": ("inside", "alone"),  # RMSNorm inside the product that reads it, or its own kernel
-    "attention": ("one_launch", "two_launch", "one_warp", "rope_apart"),
+    "attention": ("one_launch", "two_launch", "one_warp", "sdpa", "rope_apart"),
     "pdl": (True, False),  # programmatic dependent launch
+    # of `rows` only (ladder.py): where the levels live, rows that share x, x staged whole, and
+    # q, k, v or gate, up in one launch or several
+    "table": ("lut_constant", "lut_shared", "lut_shuffle", "lut_byte_permute", "lut_pair"),
+    "nr": ("auto", 1, 2, 4, 8),
+    "stage_x": (False, True),
+    "parts": ("fused", "separate"),
 }
 
 
@@ -29,6 +36,10 @@ class Toggles:
     norm: str = "inside"
     attention: str = "one_launch"
     pdl: bool = True
+    table: str = "lut_shared"
+    nr: int | str = "auto"
+    stage_x: bool = False
+    parts: str = "fused"
 
     def set(self, name: str, value) -> None:
         """Turn one switch. Raises DecodeError naming the choices."""

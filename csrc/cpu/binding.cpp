@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "refuse.h"
+#include "../refuse.h"
 #include "kernels.h"
 
 namespace {

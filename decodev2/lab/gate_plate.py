@@ -18,7 +18,7 @@ from .plate import Plate
 
 EXPERIMENT = "gates"
 # Patterns below csrc/ of the sources that a plate vouches for.
-DEPENDS = {"cuda": ("*.cu", "*.cuh", "*.h", "*_binding.cpp"), "cpu": ("cpu/**/*",)}
+DEPENDS = {"cuda": ("*.cu", "*.cuh", "*.h", "*_binding.cpp"), "cpu": ("cpu/**/*", "refuse.h")}
 COLUMNS = [
     {"name": "gate", "unit": ""},
     {"name": "model", "unit": ""},

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from decodev2 import ladder
+from decodev2 import graph, ladder, oracle, runner, toggles
 from decodev2.errors import DecodeError
 from decodev2.ladder import RUNGS, TABLES, RowMajor
+from decodev2.linear import set_linear_backend
+from decodev2.load import load_weights
 from decodev2.nf4 import Packed, decode_nf4
-from decodev2.synth import random_matrix
+from decodev2.plan import MEDIUM_LLAMA, TINY_INTERNLM, TINY_LLAMA
+from decodev2.state import allocate_state
+from decodev2.synth import build, random_matrix
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 KS = [64, 128, 192, 320, 576, 896]
@@ -305,6 +309,72 @@ def test_errors_of_shapes_and_ways():
         with pytest.raises(DecodeError) as error:
             call()
         assert words in one_line(error), words
+
+
+# ---- a whole step on row-major weights -----------------------------------------------------------
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+STEPS = {
+    **{table: {"table": table} for table in TABLES},
+    **{f"{n} rows": {"nr": n} for n in ladder.ROWS_SHARING_X},
+    "x staged": {"stage_x": True},
+    "separate": {"parts": "separate"},
+    "separate pair table": {"parts": "separate", "table": "lut_pair"},
+    "norm alone": {"norm": "alone"},
+    "norm alone, sdpa": {"norm": "alone", "attention": "sdpa"},
+    "sdpa": {"attention": "sdpa"},
+    "concatenated": {},
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("spec, seed", [(TINY_LLAMA, 0), (TINY_INTERNLM, 1), (MEDIUM_LLAMA, 2)])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_row_major_products(name, spec, seed):
+    model = build(spec, seed)
+    weights = load_weights(model, "cuda", "rows", concatenated=name == "concatenated")
+    state = allocate_state(spec, "cuda", 1)
+    with toggles.using(linear="rows", **STEPS[name]):
+        eager = runner.generate(state, weights, PROMPT[:4], 8, chunk=1).ids
+        replay = graph.capture(state, weights).replay
+        captured = runner.generate(state, weights, PROMPT[:4], 8, chunk=1, step=replay).ids
+    assert eager == captured == oracle.greedy(model, PROMPT[:4], 8)
+
+
+@needs_cuda
+def test_the_environment_picks_the_rows_of_a_step(monkeypatch):
+    weights = load_weights(build(TINY_LLAMA, 0), "cuda", "rows")
+    state, seen = allocate_state(TINY_LLAMA, "cuda", 1), []
+    launch = ladder._launch
+    monkeypatch.setattr(ladder, "_launch", lambda *a, **o: (seen.append(o["nr"]), launch(*a, **o)))
+    monkeypatch.setenv("CHR_NF4_GEMV_NR", "3")
+    with toggles.using(linear="rows"), pytest.raises(DecodeError, match="CHR_NF4_GEMV_NR is '3'"):
+        runner.generate(state, weights, PROMPT[:4], 2, chunk=1)
+    monkeypatch.setenv("CHR_NF4_GEMV_NR", "8")
+    with toggles.using(linear="rows"):
+        runner.generate(state, weights, PROMPT[:4], 2, chunk=1)
+    assert set(seen) == {None}  # `_launch` asks `pick_nr`
+    assert ladder.pick_nr(64) == 8
+
+
+@needs_cuda
+def test_backend_and_layout_go_together():
+    model, state = build(TINY_LLAMA, 0), allocate_state(TINY_LLAMA, "cuda", 4)
+    before = toggles.current.linear
+    for layout, backend, words in (
+        ("panels", "rows", "the backend is rows, but the weights are panels"),
+        ("rows", "gemv", "the backend is gemv, but the weights are row-major"),
+    ):
+        weights = load_weights(model, "cuda", layout)
+        set_linear_backend(backend)
+        try:
+            with pytest.raises(DecodeError, match=words):
+                runner.generate(state, weights, PROMPT[:4], 2, chunk=1)
+        finally:
+            set_linear_backend(before)
+    weights = load_weights(model, "cuda", "rows")
+    with toggles.using(linear="rows"), pytest.raises(DecodeError, match="take 1 column, found 4"):
+        runner.generate(state, weights, PROMPT[:4], 2)
 
 
 def test_rungs_are_named_once_and_cover_every_idea():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from decodev2 import oracle, runner, tokenloop
 from decodev2.load import load_weights
@@ -46,6 +47,18 @@ def test_ids_and_logits_equal_oracle_and_decodev2(name):
             rows.append(loop.logits[0].numpy().copy())
         want = oracle.step_logits(model, prompt)
         np.testing.assert_allclose(np.stack(rows), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_cuda_the_oracle_s_ids(name):
+    spec, seed = MODELS[name]
+    model = build(spec, seed)
+    weights = load_weights(model, "cuda")
+    for length in (1, 4):
+        prompt = np.random.default_rng(length).integers(0, spec.vocab, length).tolist()
+        expected = oracle.greedy(model, prompt, 8)
+        assert tokenloop.generate(weights, prompt, 8).ids == expected
 
 
 def test_it_keeps_no_step_state_of_decodev2():

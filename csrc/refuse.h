@@ -1,6 +1,6 @@
-// How bindings refuse arguments: a Python ValueError with one line of text. The text is put together without
-// iostreams: where a compiler links its own copy of libstdc++ into the extension, formatting a number through
-// torch's streams crashes.
+// How the bindings, of the CPU and of the CUDA kernels, refuse arguments: a Python ValueError with one line of
+// text. It is put together without iostreams: where a compiler links its own copy of libstdc++ into the
+// extension, formatting a number through torch's streams crashes.
 #pragma once
 #include <torch/extension.h>
 
