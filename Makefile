@@ -30,14 +30,10 @@ test: $(VENV)/installed models
 	$(VENV)/bin/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg notebooks
 	$(DECODEV2) lint
 
-lab: $(VENV)/installed-lab
-	$(VENV)/bin/jupyter lab notebooks/00_one_token.ipynb
+lab: $(VENV)/installed
+	$(VENV)/bin/jupyter lab $(firstword $(wildcard notebooks/00_*.ipynb))
 
 $(VENV)/installed: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -e '.[test]'
-	touch $@
-
-$(VENV)/installed-lab: $(VENV)/installed
-	$(VENV)/bin/python -m pip install --quiet -e '.[test,lab]'
 	touch $@

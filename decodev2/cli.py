@@ -193,11 +193,17 @@ def _chat(args) -> None:
         print(flush=True)
 
 
-def _run(args) -> None:
+def _run(args) -> int:
     from . import lab
 
+    if bool(args.name) == args.all:
+        raise DecodeError("run needs the name of an experiment, or --all; `decodev2 list` has them")
+    if args.stale and not args.all:
+        raise DecodeError("--stale goes with --all")
     _set_threads(args.threads)
-    lab.run_command(args.name, args.param, args.runs, as_json=args.json)
+    if args.all:
+        return lab.run_all_command(args.param, args.runs, as_json=args.json, stale=args.stale)
+    return lab.run_command(args.name, args.param, args.runs, as_json=args.json)
 
 
 def _gates(args) -> int:
@@ -223,6 +229,22 @@ def _lint(args) -> int:
     from . import lab
 
     return lab.lint_command(args.paths or [args.runs], as_json=args.json)
+
+
+def _notebooks(args) -> int:
+    from .lab import notebooks
+
+    return notebooks.notebooks_command(
+        args.paths, args.folder, args.remake, args.check, as_json=args.json
+    )
+
+
+def _regress(args) -> int:
+    from .lab import notebooks
+
+    return notebooks.regress_command(
+        args.names, args.mode, args.runs, tuple(args.bound), args.folder, as_json=args.json
+    )
 
 
 def _write(piece: str) -> None:
@@ -303,7 +325,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "run", _run, "Run an experiment and record it as a plate (JSON and PNG) in runs/."
     )
-    sub.add_argument("name", help="an experiment; `decodev2 list` names them")
+    sub.add_argument("name", nargs="?", help="an experiment; `decodev2 list` names them")
+    sub.add_argument("--all", action="store_true", help="every experiment this machine can run")
+    sub.add_argument(
+        "--stale", action="store_true", help="with --all: only plates made by other kernels"
+    )
     sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
     sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     _runs_argument(sub)
@@ -329,6 +355,28 @@ def _parser() -> argparse.ArgumentParser:
         sub = command(name, function, text)
         sub.add_argument("paths", nargs="*", help="plates or folders (default: all in runs/)")
         _runs_argument(sub)
+
+    sub = command(
+        "notebooks", _notebooks, "List the pages of the workbook; remake them, check their form."
+    )
+    sub.add_argument("paths", nargs="*", help="pages by path, name or number (default: all)")
+    sub.add_argument("--remake", action="store_true", help="run afresh, write back, then check")
+    sub.add_argument("--check", action="store_true", help="print what is wrong; 1 if anything is")
+    sub.add_argument("--folder", default="notebooks", help="folder of pages (default: notebooks)")
+
+    sub = command(
+        "regress",
+        _regress,
+        "Run pages on this machine; facts must be as committed, times near the recorded ones.",
+    )
+    sub.add_argument("names", nargs="*", help="pages by path, name or number (default: all)")
+    sub.add_argument("--mode", default="measure", choices=("measure", "replay"))
+    sub.add_argument(
+        "--bound", nargs=2, type=float, default=(0.7, 1.4), metavar=("LOW", "HIGH"),
+        help="of a time over the recorded one (default: 0.7 1.4)",
+    )  # fmt: skip
+    sub.add_argument("--folder", default="notebooks", help="folder of pages (default: notebooks)")
+    _runs_argument(sub)
     return parser
 
 

@@ -4,7 +4,22 @@ One measurement goes one way: `experiments.NAME.measure(params)` -> rows -> `pla
 `plate.draw` -> PNG. `commands` holds what the command line calls. Nothing heavy is imported here.
 """
 
-from .commands import draw_command, lint_command, list_command, record, run_command
+from .commands import (
+    draw_command,
+    lint_command,
+    list_command,
+    record,
+    run_all_command,
+    run_command,
+)
 from .gate_plate import gates_command
 
-__all__ = ["draw_command", "gates_command", "lint_command", "list_command", "record", "run_command"]
+__all__ = [
+    "draw_command",
+    "gates_command",
+    "lint_command",
+    "list_command",
+    "record",
+    "run_all_command",
+    "run_command",
+]

@@ -10,11 +10,12 @@ import contextlib
 import difflib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import DecodeError
-from . import card, experiments, plate
+from . import card, experiments, notebooks, plate
 from .plate import Plate
 
 DEFAULT_RUNS = Path("runs")
@@ -46,6 +47,87 @@ def run_command(
     else:
         print(path)
     return 0
+
+
+def run_all_command(
+    params: Sequence[str] = (),
+    runs_dir: str | Path = DEFAULT_RUNS,
+    as_json: bool = False,
+    stale: bool = False,
+) -> int:
+    """Record every experiment that this machine can run: those for CUDA where there is a device,
+    else those for the CPU. A plate of the same experiment, card and parameters is superseded: it
+    goes once the new one is saved.
+
+    `params` go to the experiments that have them. With `stale` only those whose newest plate here
+    was made by other kernels run. One line per experiment; 1 if any of them failed, whose old plate
+    stays.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = [name for name in experiments.names() if experiments.get(name).DEVICE == device]
+    _check_known(params, chosen)
+    slug = card.card(device)["slug"]
+    results = []
+    for name in chosen:
+        old = plate.latest(runs_dir, name, slug)
+        if stale and old and card.is_current(plate.load(old).code):
+            continue
+        results.append(_run_one(name, params, Path(runs_dir)))
+        if not as_json:
+            print(_result_line(results[-1]), flush=True)
+    plate.index(runs_dir)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        total = sum(result["seconds"] for result in results)
+        print(f"{len(results)} experiments in {total:.0f} s")
+    return 1 if any(result["error"] for result in results) else 0
+
+
+def _check_known(params: Sequence[str], names: Sequence[str]) -> None:
+    known = {key for name in names for key in experiments.get(name).PARAMS}
+    for text in params:
+        key = text.partition("=")[0]
+        if key not in known:
+            raise DecodeError(f"no experiment here has the parameter {key!r}")
+
+
+def _run_one(name: str, params: Sequence[str], runs_dir: Path) -> dict:
+    module = experiments.get(name)
+    own = [text for text in params if text.partition("=")[0] in module.PARAMS]
+    started, path, error = time.perf_counter(), None, None
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _progress(name) as progress:
+            made = record(name, parse_params(module.PARAMS, own, name), progress)
+            path = plate.save(made, runs_dir)
+            plate.draw(path)
+            _remove_superseded(path)
+    except Exception as failure:  # the next experiment does not depend on this one
+        error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
+    return {
+        "experiment": name,
+        "plate": path and path.as_posix(),
+        "seconds": time.perf_counter() - started,
+        "verdict": plate.load(path).verdict if path else None,
+        "error": error,
+    }
+
+
+def _remove_superseded(path: Path) -> None:
+    """Other plates of the experiment, card and parameters of the one at `path`, with figures."""
+    new = plate.load(path)
+    for old in plate.plate_paths(path.parent):
+        other = plate.load(old)
+        if old != path and (other.card["slug"], other.params) == (new.card["slug"], new.params):
+            old.unlink()
+            old.with_suffix(".png").unlink(missing_ok=True)
+
+
+def _result_line(result: dict) -> str:
+    said = f"FAILED: {result['error']}" if result["error"] else result["verdict"]
+    return f"{result['experiment']} ({result['seconds']:.0f} s): {said}"
 
 
 def record(name: str, params: dict, progress=lambda done, total, text: None) -> Plate:
@@ -176,14 +258,24 @@ def draw_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool 
 
 
 def lint_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
-    """Print every problem of plates, or of all plates below folders; 1 if there is any."""
+    """Print every problem of plates, or of all plates below folders; 1 if there is any.
+
+    The pages of the workbook are checked too where a folder `notebooks` lies beside a runs folder.
+    """
+    folders = [Path(target) for target in targets]
+    beside = dict.fromkeys(f.parent / "notebooks" for f in folders if f.is_dir())
+    pages = [folder for folder in beside if folder.is_dir()]
     found = [problem for target in targets for problem in plate.lint(target)]
+    found += [problem for folder in pages for problem in notebooks.folder_problems(folder)]
     if as_json:
         print(json.dumps(found, indent=1))
     elif found:
         print("\n".join(found))
     else:
-        folders = [Path(target) for target in targets]
         count = sum(len(plate.plate_paths(f)) if f.is_dir() else 1 for f in folders)
-        print(f"{count} {'plate' if count == 1 else 'plates'}, no problem")
+        text = f"{count} {'plate' if count == 1 else 'plates'}"
+        if pages:
+            count = sum(len(list(folder.glob("*.ipynb"))) for folder in pages)
+            text += f", {count} {'notebook' if count == 1 else 'notebooks'}"
+        print(f"{text}, no problem")
     return 1 if found else 0

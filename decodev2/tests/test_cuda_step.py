@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from test_cuda_ladder import STEPS as ROW_STEPS
 from tiny import chain, run_of
 
 from decodev2 import gates, graph, ops, oracle, runner, step, toggles, tokenloop
@@ -609,19 +610,25 @@ def test_chunks_of_many_columns_give_the_same_bits(medium):
 # ---- toggles ----
 
 
+OF_PANELS = ("norm", "attention", "pdl")  # the others act on row-major weights: test_cuda_ladder
+
+
 def combinations() -> list[dict]:
-    """Every choice of every toggle: all of them with all others, but the GEMV variants alone."""
-    names = [name for name in toggles.CHOICES if name != "gemv"]
+    """Every choice for panel weights with all others, but the GEMV variants alone."""
     every = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*(toggles.CHOICES[name] for name in names))
+        {"linear": linear} | dict(zip(OF_PANELS, values, strict=True))
+        for linear in ("mma", "gemv")
+        for values in itertools.product(*(toggles.CHOICES[name] for name in OF_PANELS))
     ]
     return every + [{"linear": "gemv", "gemv": variant} for variant in toggles.CHOICES["gemv"]]
 
 
 def test_every_choice_is_tried():
-    tried = {(name, value) for chosen in combinations() for name, value in chosen.items()}
-    assert tried == {(name, v) for name, values in toggles.CHOICES.items() for v in values}
+    here = {(name, value) for chosen in combinations() for name, value in chosen.items()}
+    by_rows = {(name, value) for chosen in ROW_STEPS.values() for name, value in chosen.items()}
+    defaults = {(field.name, field.default) for field in fields(toggles.Toggles)}
+    every = {(name, v) for name, values in toggles.CHOICES.items() for v in values}
+    assert here | by_rows | defaults | {("linear", "rows")} == every
     assert {field.name for field in fields(toggles.Toggles)} == set(toggles.CHOICES)
 
 

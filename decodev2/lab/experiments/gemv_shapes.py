@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ... import native, panels, toggles
-from ...errors import DecodeError
+from ... import native, toggles
 from ...linear import cuda_product
-from ...nf4 import LEVELS, Packed
-from ...synth import random_matrix
-from .. import bench, card
+from .. import bench, cases
+from ..cases import SHAPES
 from ..plate import Measured, Missing
 
-TITLE = "One column: thirteen shapes, cold weights, against the read rate and the peers"
+TITLE = "One column: thirteen shapes against the read rate and the peers"
 QUESTION = "How near does the GEMV come to the rate at which this card can read its weights?"
 PREDICTION = (
     "A launch costs about 5 us plus its bytes at the read rate, so wide matrices reach more than "
@@ -27,83 +24,51 @@ PREDICTION = (
 PARAMS = {
     "shapes": ([], "names of shapes, separated by commas; all thirteen if left out"),
     "kernels": ([], "kernels to time, separated by commas; all if left out"),
-    "cold_mb": (600, "megabytes of weights in rotation, several times the L2"),
-    "runs": (9, "timed replays of each graph"),
-    "seed": (0, "seed of weights and inputs"),
+    **cases.COMMON_PARAMS,
 }
 DEPENDS = ("nf4_gemv.cu", "nf4_gemm.cu", "nf4.cuh", "launch.h")
 DEVICE = "cuda"
-SHAPES = {
-    "q_proj": (2048, 2048), "k_proj": (256, 2048), "v_proj": (256, 2048), "o_proj": (2048, 2048),
-    "gate_proj": (11008, 2048), "up_proj": (11008, 2048), "down_proj": (2048, 11008),
-    "lm_head_rep": (16384, 2048), "lm_head": (151936, 2048), "32b_q": (5120, 5120),
-    "32b_k": (1024, 5120), "32b_gate": (27648, 5120), "32b_down": (5120, 27648),
-}  # fmt: skip
-ERROR_LIMIT = 1e-3  # relative to the size of the terms
+OURS = "gemv"
+OLD_GAIN = "1.8x (v_proj) to 8.6x (32b_down)"  # of the lab log's isolated table
 COLUMNS = [
     {"name": "shape", "unit": ""},
     {"name": "rows", "unit": "1"},
     {"name": "cols", "unit": "1"},
     {"name": "kernel", "unit": ""},
-    {"name": "us", "unit": "us"},
-    {"name": "us_best", "unit": "us"},
-    {"name": "us_worst", "unit": "us"},
-    {"name": "runs", "unit": "runs"},
-    {"name": "floor_us", "unit": "us"},
-    {"name": "gb_s", "unit": "GB/s"},
-    {"name": "share", "unit": "%"},
-    {"name": "error_before", "unit": "1"},
-    {"name": "error_after", "unit": "1"},
+    *cases.TIME_COLUMNS,
 ]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One matrix on the card in several cold copies, and what is needed to check a product."""
-
-    packed: Packed
-    copies: list[panels.PanelLinear]
-    rng: np.random.Generator
-
-    def fresh_x(self) -> torch.Tensor:
-        cols = self.packed.shape[1]
-        return torch.from_numpy(self.rng.standard_normal((1, cols)).astype(np.float32)).cuda()
 
 
 def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured:
     """One row per shape and kernel; a kernel of ours is timed between two checks on fresh input."""
-    if not torch.cuda.is_available():
-        raise DecodeError("gemv_shapes needs a CUDA device")
-    names = _chosen(params["shapes"], SHAPES, "shape")
-    kernels = _chosen(params["kernels"], _KERNELS, "kernel")
-    native.build_cuda()
-    read_rate = card.measure_read_rate(1, "cuda")
-    rows = []
+    names = cases.chosen(params["shapes"], SHAPES, "shape")
+    kernels = cases.chosen(params["kernels"], KERNELS, "kernel")
+    read_rate = cases.begin("gemv_shapes")
+    rng = cases.inputs(params["seed"])
+    rows, noise = [], 0.0
     for index, name in enumerate(names):
         progress(index, len(names), name)
         m, k = SHAPES[name]
-        rng = np.random.default_rng((params["seed"], m, k))
-        packed = random_matrix(m, k, rng)
-        first = panels.from_packed(packed, "cuda")
-        count = max(2, min(64, -(-params["cold_mb"] * 10**6 // first.nbytes)))
-        copies = [first] + [
-            panels.PanelLinear(first.panels.roll(i, 0).contiguous(), m, k) for i in range(1, count)
-        ]
-        case = Case(packed, copies, rng)
+        case = Case(name, cases.random_weights((m, k), params["seed"]), params, rng)
+        samples = {}
         for kernel in kernels:
-            made = _KERNELS[kernel](case, max(count, 24), params["runs"])
+            made, samples[kernel] = KERNELS[kernel](case)
             rows.append({"shape": name, "rows": m, "cols": k, "kernel": kernel} | made)
-        del case, copies, first
+        if first := samples.get(OURS):
+            _, again = KERNELS[OURS](case)
+            noise = max(noise, bench.noise_band(first, again))
+        del case
         torch.cuda.empty_cache()
     progress(len(names), len(names), "done")
-    read_rate = card.faster_read_rate(read_rate, card.measure_read_rate(1, "cuda"))
+    card = cases.end(read_rate)
     for row in rows:
-        _add_rates(row, read_rate["gb_s"])
+        _add_rates(row, card["read_rate"]["gb_s"])
     return Measured(
         columns=COLUMNS,
         rows=rows,
-        verdict=_verdict(rows),
-        card=card.card("cuda", read_rate=read_rate),
+        verdict=_verdict(rows, noise),
+        card=card,
+        notes=[cases.noise_note(noise, f"{OURS} on each shape")] if OURS in kernels else [],
         figure={"kind": "own"},
     )
 
@@ -122,7 +87,7 @@ def draw(plate, fig) -> None:
         )  # fmt: skip
     ceiling = plate.card["read_rate"]["gb_s"]
     ax.axvline(ceiling, color="#222222", linewidth=1.5)
-    ax.annotate("read rate of the card", (ceiling, -0.9), (-6, 0), textcoords="offset points",
+    ax.annotate("read rate of the card", (ceiling, -0.85), (-6, 0), textcoords="offset points",
                 ha="right", va="center", fontsize=11.5)  # fmt: skip
     for row in plate.rows:
         if row["kernel"] == kernels[0] and row["us"] is not None:
@@ -132,97 +97,79 @@ def draw(plate, fig) -> None:
             )  # fmt: skip
     sizes = {row["shape"]: f"{row['rows']:,} x {row['cols']:,}" for row in plate.rows}
     ax.set_yticks(range(len(shapes)), [f"{name}  {sizes[name]}" for name in shapes])
-    ax.set_ylim(len(shapes) - 0.4, -1.4)
+    ax.set_ylim(len(shapes) - 0.4, -3)
     ax.set_xscale("log")
-    ax.set_xticks(
-        [50, 100, 200, 500, 1000, 2000, 4000],
-        ["50", "100", "200", "500", "1,000", "2,000", "4,000"],
-    )
-    ax.set_xlim(35, ceiling * 2)
+    ticks = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 4000)
+    low = min([35, *(0.85 * r["gb_s"] for r in plate.rows if r["gb_s"] is not None)])
+    ticks = [t for t in ticks if low <= t < ceiling]
+    ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
     ax.minorticks_off()
     ax.set_xlabel(f"bytes of NF4 weights over time [GB/s]; at the right, time of {kernels[0]}")
-    ax.legend(loc="lower left", frameon=True, fontsize=11.5)
-
-
-def _chosen(given: list[str], known: dict, what: str) -> list[str]:
-    for name in given:
-        if name not in known:
-            raise DecodeError(f"{what} {name!r} is unknown; there are {', '.join(known)}")
-    return given or list(known)
+    ax.legend(loc="upper left", ncols=3, frameon=False, fontsize=11.5)
 
 
 # ---- ours ----
 
 
-def _ours(case: Case, launches: int, runs: int, **switches) -> dict:
-    m, _ = case.packed.shape
-    y = torch.empty(1, m, device="cuda")
-    tiles, groups = case.copies[0].tiles, case.packed.scales.shape[1]
-    need = native.cuda("nf4_gemm").workspace_bytes(tiles, groups, 1)
-    scratch = torch.empty(need, dtype=torch.uint8, device="cuda")
+class Case:
+    """One matrix in cold copies, for kernels of ours and, as a shape and a count, for peers."""
 
-    def check() -> float:
-        x = case.fresh_x()
-        y.fill_(torch.nan)
-        cuda_product(x, case.copies[0], y, scratch)
-        return _error(case.packed, x, y)
+    def __init__(self, name: str, packed, params: dict, rng: np.random.Generator):
+        self.name, self.rng, self.runs = name, rng, params["runs"]
+        self.rows, self.cols = packed.shape
+        self.count = cases.copies_for(packed.nbytes, params["cold_mb"])
+        self.copies = cases.panel_matrix(packed, self.count)
+        self.exact = cases.row_major(packed, 1)[0]
 
+    @property
+    def launches(self) -> int:
+        return self.count * -(-cases.LAUNCHES // self.count)
+
+
+def _ours(case: Case, **switches) -> tuple[dict, list[float]]:
+    w = case.copies
     with toggles.using(**switches):
-        before = check()
-        x = case.fresh_x()
-        copies = case.copies
-        times = bench.graph_times(
-            lambda i: cuda_product(x, copies[i % len(copies)], y, scratch), launches, runs
+        need = native.cuda("nf4_gemm").workspace_bytes(w[0].tiles, -(-case.cols // 64), 1)
+        scratch = torch.empty(need, dtype=torch.uint8, device=cases.DEVICE)
+        work = cases.Work(
+            name=f"{case.name}, {switches}",
+            cols=case.cols,
+            outputs=case.rows,
+            copies=case.count,
+            run=lambda i, x, y: cuda_product(x, w[i], y, scratch),
+            expected=lambda x: cases.exact(case.exact, x),
         )
-        after = check()
-    if not max(before, after) < ERROR_LIMIT:
-        raise DecodeError(f"product of {case.packed.shape} is off by {max(before, after):.2e}")
-    return _times(times) | {"error_before": before, "error_after": after}
-
-
-def _error(packed: Packed, x: torch.Tensor, y: torch.Tensor) -> float:
-    """|y - W x| over the size of the terms, in float64 by the codec's definition."""
-    levels = torch.from_numpy(LEVELS.copy()).cuda().double()
-    x64 = x[0].double()
-    difference = size = 0.0
-    for start in range(0, packed.shape[0], 8192):
-        codes = torch.from_numpy(packed.codes[start : start + 8192]).cuda()
-        scales = torch.from_numpy(packed.scales[start : start + 8192]).cuda().double()
-        nibbles = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1).long()
-        w = levels[nibbles].view(*scales.shape, 64) * scales[:, :, None]
-        terms = w.flatten(1)[:, : len(x64)] * x64
-        difference += float((terms.sum(1) - y[0, start : start + 8192].double()).square().sum())
-        size += float(terms.square().sum())
-    return (difference / size) ** 0.5
+        timed = cases.checked_times(work, case.rng, case.runs)
+    return timed.row, timed.seconds
 
 
 # ---- peers: timed, not checked ----
 
 
-def _bitsandbytes(case: Case, launches: int, runs: int) -> dict:
+def _bitsandbytes(case: Case) -> tuple[dict, list[float]]:
     if importlib.util.find_spec("bitsandbytes") is None:
-        return _absent("bitsandbytes is not installed")
+        return _absent("bitsandbytes is not installed"), []
     import bitsandbytes.functional as bnb
 
-    m, k = case.packed.shape
+    m, k = case.rows, case.cols
     weights = []
-    for _ in range(len(case.copies)):
-        w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 0.02
+    w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 0.02
+    for _ in range(case.count):
         weights.append(bnb.quantize_4bit(w, blocksize=64, quant_type="nf4"))
-        del w
+    del w
     x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
 
     def run(i: int) -> None:
         codes, state = weights[i % len(weights)]
         bnb.gemv_4bit(x, codes.t(), state=state)
 
-    return _peer(run, launches, runs)
+    return _peer(run, case)
 
 
-def _torch_int4(case: Case, launches: int, runs: int) -> dict:
-    m, k = case.packed.shape
+def _torch_int4(case: Case) -> tuple[dict, list[float]]:
+    m, k = case.rows, case.cols
     weights = []
-    for _ in range(len(case.copies)):
+    for _ in range(case.count):
         codes = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8, device="cuda")
         packed = torch._convert_weight_to_int4pack(codes, 8)
         scales = torch.rand(k // 64, m, 2, device="cuda", dtype=torch.bfloat16) * 0.01
@@ -233,13 +180,14 @@ def _torch_int4(case: Case, launches: int, runs: int) -> dict:
         packed, scales = weights[i % len(weights)]
         torch._weight_int4pack_mm(x, packed, 64, scales)
 
-    return _peer(run, launches, runs)
+    return _peer(run, case)
 
 
-def _peer(run, launches: int, runs: int) -> dict:
-    reason = "a peer's own weights; timed only"
-    made = _times(bench.graph_times(run, launches, runs))
-    return made | {"error_before": Missing(reason), "error_after": Missing(reason)}
+def _peer(run, case: Case) -> tuple[dict, list[float]]:
+    unchecked = Missing("a peer's own weights; timed only")
+    seconds = bench.graph_times(run, case.launches, case.runs)
+    made = cases.times_row(seconds) | {"error_before": unchecked, "error_after": unchecked}
+    return made, seconds
 
 
 def _absent(reason: str) -> dict:
@@ -247,58 +195,81 @@ def _absent(reason: str) -> dict:
     return {name: Missing(reason) for name in names} | {"runs": 0}
 
 
-_KERNELS = {
-    "gemv": lambda c, n, r: _ours(c, n, r, linear="gemv", pdl=True),
-    "gemv, plain launch": lambda c, n, r: _ours(c, n, r, linear="gemv", pdl=False),
-    "gemv, direct loads": lambda c, n, r: _ours(c, n, r, linear="gemv", gemv="direct", pdl=True),
-    "mma": lambda c, n, r: _ours(c, n, r, linear="mma", pdl=True),
+KERNELS = {
+    OURS: lambda c: _ours(c, linear="gemv", pdl=True),
+    "gemv, plain launch": lambda c: _ours(c, linear="gemv", pdl=False),
+    "gemv, direct loads": lambda c: _ours(c, linear="gemv", gemv="direct", pdl=True),
+    "mma": lambda c: _ours(c, linear="mma", pdl=True),
     "bitsandbytes NF4": _bitsandbytes,
     "torch int4": _torch_int4,
 }
+TOGGLES = {"shape": ("shapes", tuple(SHAPES)), "kernel": ("kernels", tuple(KERNELS))}
 
 
 # ---- rows ----
 
 
-def _times(seconds: list[float]) -> dict:
-    s = bench.stats([t * 1e6 for t in seconds])
-    return {"us": s.median, "us_best": s.best, "us_worst": s.worst, "runs": s.runs}
-
-
 def _add_rates(row: dict, read_rate: float) -> None:
-    """Bytes are NF4's for every kernel: rows * cols * 17 / 32."""
-    n_bytes = row["rows"] * row["cols"] * 17 / 32
-    row["floor_us"] = n_bytes / read_rate * 1e-3
+    """Bytes are NF4's for every kernel."""
+    n_bytes = cases.weight_bytes(row["rows"], row["cols"])
     if isinstance(row["us"], Missing):
+        row["floor_us"] = n_bytes / read_rate * 1e-3
         row["gb_s"] = row["share"] = row["us"]
-        return
-    row["gb_s"] = n_bytes / row["us"] * 1e-3
-    row["share"] = 100 * row["gb_s"] / read_rate
+    else:
+        cases.add_rates(row, n_bytes, read_rate)
 
 
-def _verdict(rows: list[dict]) -> str:
-    times = {(r["shape"], r["kernel"]): r["us"] for r in rows if not isinstance(r["us"], Missing)}
+def _times(rows: list[dict]) -> dict[tuple[str, str], float]:
+    return {(r["shape"], r["kernel"]): r["us"] for r in rows if isinstance(r["us"], int | float)}
+
+
+def _ratios(rows: list[dict], peer: str, only_over: int = 0) -> dict[str, float]:
+    """Peer's time over ours by shape, where both were timed and a side is over `only_over`."""
+    times = _times(rows)
+    return {
+        r["shape"]: times[r["shape"], peer] / times[r["shape"], OURS]
+        for r in rows
+        if r["kernel"] == peer
+        and (r["shape"], peer) in times
+        and (r["shape"], OURS) in times
+        and max(r["rows"], r["cols"]) > only_over
+    }
+
+
+WIDE = 10_000
+
+
+def _verdict(rows: list[dict], noise: float) -> str:
     lines = []
-    for peer, only in (("bitsandbytes NF4", None), ("torch int4", 10_000)):
-        ratios = {
-            r["shape"]: times[r["shape"], peer] / times[r["shape"], "gemv"]
-            for r in rows
-            if r["kernel"] == peer
-            and (r["shape"], peer) in times
-            and (r["shape"], "gemv") in times
-            and (only is None or max(r["rows"], r["cols"]) > only)
-        }
-        if ratios:
-            low, high = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
-            lines.append(
-                f"{ratios[low]:.2f}x ({low}) to {ratios[high]:.2f}x ({high}) as fast as {peer}"
-                + (f" where a side is over {only:,}" if only else "")
-            )
-    best = max(
-        (r for r in rows if r["kernel"] == "gemv" and not isinstance(r["gb_s"], Missing)),
-        key=lambda r: r["gb_s"],
-        default=None,
-    )
-    if best:
-        lines.append(f"best {best['gb_s']:.0f} GB/s, {best['share']:.0f} % of the read rate")
-    return f"The GEMV is {'; '.join(lines)}." if lines else "Nothing was timed."
+    for peer, over in (("bitsandbytes NF4", 0), ("torch int4", WIDE), ("mma", 0)):
+        if ratios := _ratios(rows, peer, over):
+            where = f" where a side is over {over:,}" if over else ""
+            lines.append(f"{cases.ratio_text(ratios)} as fast as {peer}{where}")
+    ours = [r for r in rows if r["kernel"] == OURS]
+    if not ours:
+        return f"{OURS} was not timed; {len(rows)} rows of other kernels."
+    best = max(ours, key=lambda r: r["gb_s"])
+    lines.append(f"best {best['gb_s']:.0f} GB/s, {best['share']:.0f} % of the read rate")
+    reached = [r for r in ours if r["rows"] > WIDE and r["rows"] * r["cols"] > 10**8]
+    words = f"{cases.held(all(r['share'] > 200 / 3 for r in reached))}: the" if reached else "The"
+    old = ""
+    if ratios := _ratios(rows, "mma"):
+        same = min(ratios.values()) > 1 + noise
+        old = f" Old card, {OLD_GAIN} as fast as mma: {'faster' if same else 'not faster'} here."
+    return f"{words} GEMV is {'; '.join(lines)}.{old} Noise {100 * noise:.1f} %."
+
+
+def claims(plate) -> list[tuple[str, bool]]:
+    """What must not change between runs."""
+    rows = plate.rows
+    ours = [r for r in rows if r["kernel"] == OURS]
+    found = [("every checked product agrees with float64", cases.accurate(rows))]
+    for peer, over in (("mma", 0), ("bitsandbytes NF4", 0), ("torch int4", WIDE)):
+        if ratios := _ratios(rows, peer, over):
+            where = "on every shape" if not over else f"where a side is over {over:,}"
+            found.append((f"the GEMV is faster than {peer} {where}", min(ratios.values()) > 1))
+    if {"lm_head", "k_proj"} <= {r["shape"] for r in ours}:
+        share = {r["shape"]: r["share"] for r in ours}
+        found.append(("lm_head reaches more than half of the read rate", share["lm_head"] > 50))
+        found.append(("k_proj is bound by its launch: under a tenth", share["k_proj"] < 10))
+    return found

@@ -1,0 +1,759 @@
+"""The step experiments without a GPU: every `measure` with the CPU's kernels in place of CUDA's,
+ncu's output, and what they make of rows; with one, `measure` on the smallest parameters."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from decodev2 import graph, native, nf4, oracle, plan, state, step, synth, toggles
+from decodev2.errors import DecodeError
+from decodev2.lab import bench, card, cases, commands, experiments, figure, ncu, plate
+from decodev2.lab.experiments import (
+    attention,
+    counters,
+    lab_log,
+    limits,
+    prefill_chunks,
+    step_graph,
+    step_mix,
+)
+from decodev2.load import load_weights
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NAMES = ("limits", "attention", "step_graph", "prefill_chunks", "step_mix", "counters")
+CARD = {
+    "device": "cuda", "slug": "toy-card", "cpu": {}, "os": "", "versions": {},
+    "gpu": {"name": "Toy", "driver": None}, "read_rate": {"gb_s": 4500.0, "method": "given"},
+}  # fmt: skip
+
+
+def nothing(done: int, total: int, text: str) -> None:
+    assert 0 <= done <= total and text
+
+
+def defaults(name: str, **changed) -> dict:
+    known = {k: value for k, (value, _) in experiments.get(name).PARAMS.items()}
+    assert set(changed) <= set(known)
+    return known | changed
+
+
+def made(name: str, measured: plate.Measured) -> plate.Plate:
+    """The plate of a result, which `save` would take."""
+    module = experiments.get(name)
+    result = plate.Plate(
+        experiment=name, title=module.TITLE, question=module.QUESTION,
+        prediction=module.PREDICTION, verdict=measured.verdict, card=measured.card, params={},
+        columns=measured.columns, rows=measured.rows, figure=measured.figure,
+        notes=measured.notes, code=card.code_state(),
+    )  # fmt: skip
+    value = plate.clean(result)
+    assert plate.problems(value) == []
+    return plate.Plate(**value)
+
+
+# ---- the CPU's kernels in the place of CUDA's ----------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """`measure` runs its own code on the CPU: its checks are real, its times are given."""
+    for module in (limits, attention, step_graph, prefill_chunks, step_mix):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(cases, "begin", lambda name: CARD["read_rate"])
+    monkeypatch.setattr(cases, "end", lambda rate: CARD | {"read_rate": rate})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    monkeypatch.setattr(
+        graph, "capture", lambda live, weights: graph.DecodeGraph(
+            types.SimpleNamespace(replay=functools.partial(step.greedy_decode, live, weights))
+        ),
+    )  # fmt: skip
+    stand = types.SimpleNamespace(seconds=5e-4, launches=[])
+
+    def graph_times(run, launches, runs=9, warmup=2):
+        for i in range(min(launches, 3)):
+            run(i)
+        stand.launches.append(launches)
+        return [stand.seconds * (1 + 0.01 * i) for i in range(runs)]
+
+    def event_times(run, runs=9, warmup=2):
+        run()
+        return [stand.seconds * 20] * runs
+
+    monkeypatch.setattr(bench, "graph_times", graph_times)
+    monkeypatch.setattr(bench, "event_times", event_times)
+    return stand
+
+
+@pytest.fixture
+def limits_kernels(monkeypatch, on_cpu):
+    """read_all and rms on CPU tensors; `skip` leaves the last words of a read out."""
+    stand = types.SimpleNamespace(skip=0, drift=0.0)
+
+    def read_all(words, checksum):
+        assert words.dtype == torch.int32 and words.is_contiguous() and words.numel() % 4 == 0
+        seen = words.numpy()[: len(words) - stand.skip]
+        checksum[0] = int(checksum[0]) ^ int(np.bitwise_xor.reduce(seen))
+
+    def rms(x, weight, eps, out, pdl):
+        assert isinstance(pdl, bool)
+        native.cpu().rms(x, weight, eps, out)
+        out += stand.drift
+
+    kernels = {"read_rate": types.SimpleNamespace(read_all=read_all),
+               "step": types.SimpleNamespace(rms=rms)}  # fmt: skip
+    monkeypatch.setattr(native, "cuda", kernels.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties",
+        lambda *a: types.SimpleNamespace(multi_processor_count=5),
+    )  # fmt: skip
+    monkeypatch.setattr(limits, "SIZES_MB", (4, 2))
+    return stand
+
+
+def test_limits_measure(limits_kernels, on_cpu):
+    wanted = ["read 4 MB", "read 2 MB", "copy 1640 MB", *limits.NODES]
+    result = made("limits", limits.measure(defaults("limits", what=wanted, runs=3), nothing))
+    assert [r["what"] for r in result.rows] == wanted
+    assert on_cpu.launches.count(limits.CHAIN) == 2 * len(limits.NODES)
+    read = result.rows[1]
+    assert read["gb_s"] == pytest.approx(2e6 / (505e-6) / 1e9)
+    assert result.rows[-1]["gb_s"] is None and result.rows[-1]["gb_s_reason"]
+
+
+def test_limits_sees_a_read_that_leaves_words_out(limits_kernels):
+    limits_kernels.skip = 1
+    with pytest.raises(DecodeError, match="read 2 MB: checksum is"):
+        limits.measure(defaults("limits", what=["read 2 MB"]), nothing)
+
+
+def test_limits_sees_a_wrong_node(limits_kernels):
+    limits_kernels.drift = 1e-3
+    with pytest.raises(DecodeError, match="chain of norms is off"):
+        limits.measure(defaults("limits", what=["node, 1 CTA"]), nothing)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 1001])
+def test_exclusive_or(n):
+    words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
+    assert limits._exclusive_or(words) == int(np.bitwise_xor.reduce(words.numpy()))
+
+
+def test_the_fit_finds_cost_and_rate():
+    rows = [{"kind": "read", "mb": mb, "us": 3.5 + mb * 1e3 / 4000} for mb in (2, 12, 1640)]
+    assert limits.fit(rows) == pytest.approx((3.5, 4000))
+    assert limits.fit(rows[:2]) is None
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Shapes of a few heads under the names that the experiments know."""
+    tiny = replace(plan.TINY_LLAMA, qkv_bias=False)
+    monkeypatch.setattr(plan, "named_spec", lambda name: tiny)
+    return tiny
+
+
+def test_attention_measure(on_cpu, narrow):
+    lengths = [1, "100", 2000]
+    params = defaults("attention", length=lengths, shape=["3B"], cold_mb=2, runs=3)
+    result = made("attention", attention.measure(params, nothing))
+    assert len(result.rows) == 3 * len(attention.KERNELS)
+    assert {r["length"] for r in result.rows} == {1, 100, 2000}
+    assert all(0 < r["error_before"] < 1e-5 for r in result.rows if r["length"] > 1)
+    last = result.rows[2]
+    assert last["floor_us"] == pytest.approx(2 * 2000 * 2 * 16 * 2 / 4500 * 1e-3)
+
+
+def test_attention_without_a_kernel(on_cpu, narrow, monkeypatch):
+    without = tuple(c for c in toggles.CHOICES["attention"] if c != "sdpa")
+    monkeypatch.setitem(toggles.CHOICES, "attention", without)
+    params = defaults("attention", length=[100], shape=["3B"], cold_mb=2, runs=2)
+    result = made("attention", attention.measure(params, nothing))
+    (row,) = (r for r in result.rows if r["attention"] == "sdpa")
+    assert row["us"] is None and "no attention sdpa" in row["us_reason"]
+    experiments.get("attention").draw(result, figure_of())
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda c, live: c.attn.mul_(1.01),
+        lambda c, live: live.kv.v[-1][2:].zero_(),  # a write past the new row
+        lambda c, live: live.kv.k[-1][1].add_(0.5),
+        lambda c, live: c.attn.fill_(torch.nan),
+    ],
+)
+def test_attention_sees_wrong_kernels(narrow, monkeypatch, harm):
+    spec = attention._spec("", 1)
+    live = state.allocate_state(spec, "cpu", 1)
+    real = attention.ops.attention
+
+    def wrong(c, live, layer):
+        real(c, live, layer)
+        harm(c, live)
+
+    assert attention._check(live, 2, "one_launch") < 1e-5
+    monkeypatch.setattr(attention.ops, "attention", wrong)
+    with pytest.raises(DecodeError, match="one_launch at 2"):
+        attention._check(live, 2, "one_launch")
+
+
+def test_attention_that_forgets_the_newest_row_is_seen(narrow, monkeypatch):
+    """At 2,000 tokens one row of equal size would hide below the bounds."""
+    live = state.allocate_state(attention._spec("", 1), "cpu", 1)
+    real = attention.ops.attention
+
+    def short(c, live, layer):
+        real(c, live, layer)
+        c.valid_len.sub_(1)
+        kv = live.kv
+        native.cpu().attn(c.q, kv.k[layer], kv.v[layer], c.valid_len, live.scores, c.attn)
+        c.valid_len.add_(1)
+
+    monkeypatch.setattr(attention.ops, "attention", short)
+    with pytest.raises(DecodeError, match="sdpa at 2000 is off"):
+        attention._check(live, 2000, "sdpa")
+
+
+def test_step_graph_measure(on_cpu):
+    result = made("step_graph", step_graph.measure(defaults("step_graph", runs=2), nothing))
+    assert [(r["linear"], r["how"]) for r in result.rows] == [
+        ("mma", "eager"), ("mma", "graph"), ("gemv", "eager"), ("gemv", "graph"),
+    ]  # fmt: skip
+    model = synth.build(plan.MEDIUM_LLAMA, 2)
+    for prompt, name in zip(step_graph.PROMPTS, ("ids_before", "ids_after"), strict=True):
+        expected = " ".join(map(str, oracle.greedy(model, prompt, step_graph.NEW_IDS)))
+        assert {r[name] for r in result.rows} == {expected}
+    assert result.rows[3]["old_ms"] == 0.698
+    assert dict(step_graph.claims(result))["all ways choose the same ids"]
+
+
+def test_step_graph_sees_other_ids(on_cpu, monkeypatch):
+    real = step.ops.head
+
+    def wrong(c, state, weights):
+        real(c, state, weights)
+        state.next_token.fill_(7)
+
+    monkeypatch.setattr(step.ops, "head", wrong)
+    with pytest.raises(DecodeError, match="gemv, eager leaves the oracle at position"):
+        step_graph.measure(defaults("step_graph", linear=["gemv"], how=["eager"]), nothing)
+
+
+def test_prefill_measure(on_cpu, monkeypatch):
+    monkeypatch.setattr(prefill_chunks, "CHUNKS", (1, 16, 32, 64))  # the CPU takes no more
+    monkeypatch.setattr(prefill_chunks, "PROMPTS", (5, 40, 70))
+    monkeypatch.setattr(prefill_chunks, "MAX_SEQS", (48, 80))
+    params = defaults("prefill_chunks", shape="tiny-llama", runs=2)
+    result = made("prefill_chunks", prefill_chunks.measure(params, nothing))
+    assert len(result.rows) == 2 * 3 * len(prefill_chunks.CHUNKS)
+    too_long = [r for r in result.rows if r["ms"] is None]
+    assert {(r["max_seq"], r["prompt"]) for r in too_long} == {(48, 70)}
+    assert "70 does not fit 48 slots" in too_long[0]["ms_reason"]
+    checked = [r for r in result.rows if r["error_before"] is not None]
+    assert len(checked) == 5 * (len(prefill_chunks.CHUNKS) - 1)
+    assert all(max(r["error_before"], r["error_after"]) < 1e-5 for r in checked)
+    (row,) = (r for r in result.rows if (r["max_seq"], r["prompt"], r["chunk"]) == (80, 70, 32))
+    assert row["passes"] == 3 and row["tok_s"] == pytest.approx(70 / row["ms"] * 1e3)
+
+
+def test_prefill_sees_a_chunk_that_loses_a_column(on_cpu, monkeypatch):
+    monkeypatch.setattr(prefill_chunks, "PROMPTS", (20,))
+    monkeypatch.setattr(prefill_chunks, "MAX_SEQS", (48,))
+    real = prefill_chunks.prefill.forward_prefill
+    monkeypatch.setattr(
+        prefill_chunks.prefill, "forward_prefill",
+        lambda live, weights, ids, chunk: real(live, weights, [*ids[:3], 0, *ids[4:]], chunk),
+    )  # fmt: skip
+    with pytest.raises(DecodeError, match="chunks of 16, prompt 20: logits are off"):
+        prefill_chunks.measure(defaults("prefill_chunks", shape="tiny-llama", chunk=[16]), nothing)
+
+
+@pytest.fixture
+def with_candidates(monkeypatch, on_cpu):
+    """The CPU's head leaves no candidates behind: `choose` has something to read here too."""
+    real = state.allocate_state
+
+    def allocate(spec, device, chunk):
+        return replace(real(spec, device, chunk), candidates=(torch.zeros(264), torch.zeros(264)))
+
+    monkeypatch.setattr(state, "allocate_state", allocate)
+
+
+@pytest.mark.usefixtures("with_candidates")
+def test_step_mix_measure():
+    params = defaults("step_mix", shape="tiny-llama", runs=3)
+    result = made("step_mix", step_mix.measure(params, nothing))
+    assert [r["op"] for r in result.rows] == [*step_mix.CHOICES] * 2
+    first = {r["op"]: r for r in result.rows[: len(step_mix.CHOICES)]}
+    ops_sum = sum(first[op]["total_us"] for op in step_mix.OPS)
+    assert first[step_mix.SUM]["us"] == pytest.approx(ops_sum)
+    assert sum(first[op]["part"] for op in step_mix.OPS) == pytest.approx(100)
+    assert first["qkv"]["times"] == 2 and first["head"]["times"] == 1
+    packed = sum(first[op]["mb"] * first[op]["times"] for op in (*step_mix.PER_LAYER, "head"))
+    assert first[step_mix.GRAPH]["mb"] == pytest.approx(packed)
+
+
+@pytest.mark.usefixtures("with_candidates")
+@pytest.mark.parametrize("op", ["head", step_mix.SUM, step_mix.GRAPH])
+def test_step_mix_of_one_op(op):
+    params = defaults("step_mix", shape="tiny-llama", op=[op], position=[100], runs=2)
+    (row,) = made("step_mix", step_mix.measure(params, nothing)).rows
+    assert (row["op"], row["position"]) == (op, 100)
+    assert (row["part"] is None) == (op != step_mix.SUM)
+
+
+def test_step_mix_sees_a_wrong_step(on_cpu, monkeypatch):
+    real = graph.capture
+
+    def wrong(live, weights):
+        other = load_weights(synth.random_packed(weights.spec, 1), "cpu")
+        return real(live, other)
+
+    monkeypatch.setattr(graph, "capture", wrong)
+    with pytest.raises(DecodeError, match="the step at 100 is off"):
+        step_mix.measure(defaults("step_mix", shape="tiny-llama", op=["head"]), nothing)
+
+
+# ---- ncu -----------------------------------------------------------------------------------------
+
+HEADER = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream",
+          "Block Size", "Grid Size", "Device", "CC"]  # fmt: skip
+UNITS = {
+    "gpu__time_duration.sum": "ns", "dram__bytes_read.sum": "byte",
+    "launch__registers_per_thread": "register/thread",
+}  # fmt: skip
+VALUES = {
+    "dram__bytes_read.sum": "165,300,992", "gpu__time_duration.sum": "46,720",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": "77.31",
+    "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed": "68.90",
+    "launch__registers_per_thread": "96",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active": "45.77",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "n/a",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "15.94",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "27.90",
+}  # fmt: skip
+RING = "void decodev2::<unnamed>::gemv_ring<(int)16, (int)4, (int)1>(decodev2::GemvArguments)"
+
+
+def wide_csv(kernels: list[str], values: dict = VALUES, units: dict = UNITS) -> str:
+    """What `ncu --csv --page raw` writes: its own lines, header, units, a row per launch."""
+    out = ["==PROF== Connected to process 4711 (python)",
+           '==PROF== Profiling "gemv_ring": 0%....50%....100% - 9 passes']  # fmt: skip
+    rows = [HEADER + list(values)]
+    rows.append([""] * len(HEADER) + [units.get(name, "%") for name in values])
+    for i, kernel in enumerate(kernels):
+        head = [str(i), "4711", "python3.12", "127.0.0.1", kernel, "1", "7", "(576, 1, 1)",
+                "(132, 1, 1)", "0", "9.0"]  # fmt: skip
+        rows.append(head + list(values.values()))
+    out += [",".join(f'"{cell}"' for cell in row) for row in rows]
+    return "\n".join([*out, "==PROF== Disconnected from process 4711", ""])
+
+
+def test_ncu_table_is_parsed():
+    ((name, metrics), _) = ncu.parse(wide_csv([RING, RING]))
+    assert name == RING
+    assert metrics == pytest.approx(
+        {"us": 46.72, "occupancy": 27.9, "dram": 77.31, "tensor": 15.94, "lsu": 68.9,
+         "issue": 45.77, "dram_bytes": 165300992.0, "registers": 96.0}
+    )  # fmt: skip
+
+
+def test_ncu_units_that_are_not_base_ones():
+    text = wide_csv(
+        [RING], VALUES | {"gpu__time_duration.sum": "46.72", "dram__bytes_read.sum": "165.30"},
+        UNITS | {"gpu__time_duration.sum": "us", "dram__bytes_read.sum": "Mbyte"},
+    )  # fmt: skip
+    ((_, metrics),) = ncu.parse(text)
+    assert (metrics["us"], metrics["dram_bytes"]) == pytest.approx((46.72, 165.3e6))
+
+
+def test_ncu_without_a_counter_or_a_table():
+    less = {k: v for k, v in VALUES.items() if not k.startswith("l1tex")}
+    ((_, metrics),) = ncu.parse(wide_csv([RING], less | {"dram__bytes_read.sum": "nan"}))
+    assert metrics["lsu"] is None and metrics["dram_bytes"] is None and metrics["us"]
+    with pytest.raises(DecodeError, match="no table"):
+        ncu.parse("==PROF== Disconnected from process 4711\n")
+
+
+class Ncu:
+    """Stands in for `subprocess.run`: writes what ncu and its child would."""
+
+    def __init__(self, monkeypatch, table: str, errors: list | None, stderr: str = ""):
+        monkeypatch.setattr(ncu, "find_ncu", lambda: "ncu")
+        self.table, self.errors, self.stderr, self.commands = table, errors, stderr, []
+
+    def __call__(self, command, **options):
+        self.commands.append(command)
+        with open(command[command.index("--log-file") + 1], "w") as file:
+            file.write(self.table)
+        if self.errors is not None:
+            out = command[command.index("decodev2.lab.ncu") + 1]
+            with open(out, "w") as file:
+                json.dump(self.errors, file)
+        return types.SimpleNamespace(returncode=0, stdout="", stderr=self.stderr)
+
+
+TWO = [("gemv", "o_proj"), ("gemv", "lm_head")]
+
+
+def test_ncu_collects_in_order(monkeypatch):
+    run = Ncu(monkeypatch, wide_csv([RING, RING]), [1e-5, 2e-5])
+    first, second = ncu.collect(TWO, run)
+    assert (first.error, second.error, first.metrics["dram"]) == (1e-5, 2e-5, 77.31)
+    (command,) = run.commands
+    assert command[command.index("--clock-control") + 1] == "none"
+    assert command[-2:] == ["gemv:o_proj", "gemv:lm_head"]
+
+
+@pytest.mark.parametrize(
+    "table, errors, stderr, message",
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU "
+         "Performance Counters on the target device 0.", None, "", "ERR_NVGPUCTRPERM"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", None, "",
+         "ncu: Failed to initialize the profiler: LibraryNotLoaded"),
+        ("==WARNING== No kernels were profiled.", [1e-5], "", "profiled no kernel"),
+        ("", None, "Traceback\nRuntimeError: no kernel image", "RuntimeError: no kernel image"),
+        (wide_csv([RING]), [1e-5, 2e-5], "", "saw 1 kernels, needs 2"),
+        (wide_csv([RING, "rms_kernel(RmsArguments)"]), [1e-5, 2e-5], "", "saw rms_kernel"),
+    ],
+)  # fmt: skip
+def test_ncu_that_measures_nothing_gives_one_line(monkeypatch, table, errors, stderr, message):
+    with pytest.raises(DecodeError, match=message) as found:
+        ncu.collect(TWO, Ncu(monkeypatch, table, errors, stderr))
+    assert "\n" not in str(found.value)
+
+
+def test_ncu_that_refuses_a_name_is_asked_again(monkeypatch):
+    good = Ncu(monkeypatch, wide_csv([RING, RING]), [1e-5, 2e-5])
+    unknown = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
+    bad = Ncu(monkeypatch, f"==ERROR== Failed to find metric {unknown}", None)
+
+    def run(command, **options):
+        asked = command[command.index("--metrics") + 1].split(",")
+        return (bad if unknown in asked else good)(command, **options)
+
+    assert len(ncu.collect(TWO, run)) == 2
+    assert len(good.commands) == len(bad.commands) == 1
+
+
+def test_ncu_too_slow_or_absent(monkeypatch):
+    def slow(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(ncu, "find_ncu", lambda: "ncu")
+    with pytest.raises(DecodeError, match="did not finish in 300 s"):
+        ncu.collect(TWO, slow)
+    monkeypatch.undo()
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu.Path, "is_file", lambda path: False)
+    with pytest.raises(DecodeError, match="not on PATH"):
+        counters.measure(defaults("counters"), nothing)
+
+
+def test_product_error_sees_one_wrong_row():
+    packed = synth.random_matrix(48, 128, np.random.default_rng(0))
+    x = np.random.default_rng(1).standard_normal(128).astype(np.float32)
+    y = nf4.matmul_f32(packed, x[:, None])[:, 0]
+    assert ncu.product_error(packed, x, y) < 1e-6
+    y[7] += 0.1
+    assert ncu.product_error(packed, x, y) > 1e-3
+    y[7] = np.nan
+    assert not ncu.product_error(packed, x, y) < 1
+
+
+def counted(occupancy=28.0, dram=77.0, us=46.7, tensor: float | None = 16.0, error=1e-5):
+    metrics = {"us": us, "occupancy": occupancy, "dram": dram, "tensor": tensor, "lsu": 69.0,
+               "issue": 45.0, "dram_bytes": 165.3e6, "registers": 96.0}  # fmt: skip
+    return ncu.Counted("kernel", metrics, error)
+
+
+@pytest.fixture
+def profiled(monkeypatch, on_cpu):
+    monkeypatch.setattr(ncu, "find_ncu", lambda: "ncu")
+    answers = {}
+    monkeypatch.setattr(ncu, "collect", lambda ts: [answers.get(t, counted()) for t in ts])
+    return answers
+
+
+def test_counters_measure(profiled):
+    profiled["gemv", "o_proj"] = counted(dram=23.0, us=5.1, tensor=None)
+    result = made("counters", counters.measure(defaults("counters"), nothing))
+    assert len(result.rows) == 4 * 4 + 2 * 2
+    assert result.rows[0]["tensor"] is None and result.rows[0]["tensor_reason"]
+    large = next(r for r in result.rows if (r["kernel"], r["shape"]) == ("gemv", "lm_head"))
+    assert large["mb"] == pytest.approx(165.306368) and large["dram_mb"] == pytest.approx(165.3)
+    assert all(holds for _, holds in counters.claims(result))
+
+
+def test_counters_refuses_what_does_not_exist_or_is_wrong(profiled):
+    with pytest.raises(DecodeError, match="attention has no shape lm_head; it has 3B at 100"):
+        params = defaults("counters", kernel=["attention"], shape=["lm_head"])
+        counters.measure(params, nothing)
+    profiled["mma", "o_proj"] = counted(error=math.nan)
+    with pytest.raises(DecodeError, match="mma of o_proj is off by nan"):
+        counters.measure(defaults("counters", kernel=["mma"], shape=["o_proj"]), nothing)
+
+
+# ---- the transcription ---------------------------------------------------------------------------
+
+
+def test_the_lab_log_plate(tmp_path):
+    path = plate.save(commands.record("lab_log", {}), tmp_path)
+    plate.draw(path)
+    assert plate.lint(path) == []
+    result = plate.load(path)
+    assert all(holds for _, holds in lab_log.claims(result))
+    numbers = [r["number"] for r in result.rows]
+    assert len(set(numbers)) == len(numbers)  # old_card finds a row by its number
+    assert result.card["gpu"]["name"] == "NVIDIA GeForce RTX 3080"
+
+
+def test_the_lab_log_numbers_of_other_experiments_agree():
+    rows = {r["number"]: r for r in lab_log.log_rows()}
+    for (linear, how), ms in step_graph.OLD_MS.items():
+        assert rows[f"step {linear} {how}"]["step_ms"] == ms
+    assert (rows["12"]["prefill_ms"], rows["13"]["prefill_ms"]) == prefill_chunks.OLD
+    assert {n.partition(" ")[2] for n in rows if n.startswith("gemv ")} == set(cases.SHAPES)
+    for name, shape in cases.SHAPES.items():
+        row = rows[f"gemv {name}"]
+        assert (row["rows"], row["cols"]) == shape
+        n_bytes = cases.weight_bytes(*shape) + 4 * shape[1]  # packed, scales and x
+        assert row["gb_s"] == pytest.approx(n_bytes / row["gemv_us"] * 1e-3, rel=0.03)
+
+
+# ---- verdicts, claims and figures of rows --------------------------------------------------------
+
+
+def figure_of():
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(12, 7))
+
+
+def limits_rows(scale=1.0, fixed=3.5) -> list[dict]:
+    rows = []
+    for what in limits.WHAT:
+        if what in limits.NODES:
+            us = (1.1 if "all" in what else 0.96) - (0.3 if "programmatic" in what else 0)
+            none = plate.Missing("moves nothing")
+            row = {"kind": "node", "mb": none, "us": us * scale, "floor_us": none, "gb_s": none,
+                   "share": none}  # fmt: skip
+        else:
+            mb = int(what.split()[1])
+            us = fixed * scale + mb * 1e3 / (4600 if what.startswith("read") else 4250)
+            row = {"kind": what.split()[0], "mb": mb, "us": us}
+            cases.add_rates(row, mb * 1e6, 4600.0)
+        rows.append({"what": what, "runs": 9, "us_best": row["us"], "us_worst": row["us"]} | row)
+    return rows
+
+
+def attention_rows(scale=1.0) -> list[dict]:
+    base = {"one_launch": (3.1, 0.0005), "two_launch": (4.2, 0.001), "rope_apart": (4.6, 0.0005),
+            "sdpa": (61.0, 0.0), "one_warp": (4.0, 0.11)}  # fmt: skip
+    rows = []
+    for shape in attention.SHAPES:
+        for kernel, (fixed, slope) in base.items():
+            for length in attention.LENGTHS:
+                us = (fixed + slope * length) * scale
+                row = {"shape": shape, "attention": kernel, "length": length, "us": us,
+                       "us_best": us, "us_worst": us, "runs": 9, "error_before": 1e-5,
+                       "error_after": 1e-5}  # fmt: skip
+                cases.add_rates(row, 1000.0 * length, 4600.0)
+                rows.append(row)
+    return rows
+
+
+def step_graph_rows(scale=1.0) -> list[dict]:
+    ms = {("mma", "eager"): 0.21, ("mma", "graph"): 0.11, ("gemv", "eager"): 0.2,
+          ("gemv", "graph"): 0.07}  # fmt: skip
+    return [
+        {"linear": a, "how": b, "ms": t * scale, "ms_best": t * scale, "ms_worst": t * scale,
+         "runs": 15, "floor_ms": 0.001, "share": 1.0, "ids_before": "1 2", "ids_after": "3 4",
+         "old_ms": step_graph.OLD_MS[a, b]}
+        for (a, b), t in ms.items()
+    ]  # fmt: skip
+
+
+def prefill_rows(scale=1.0) -> list[dict]:
+    rows = []
+    for max_seq in prefill_chunks.MAX_SEQS:
+        for n in prefill_chunks.PROMPTS:
+            for c in prefill_chunks.CHUNKS:
+                row = {"max_seq": max_seq, "prompt": n, "chunk": c, "passes": -(-n // c),
+                       "tokens": n}  # fmt: skip
+                names = prefill_chunks._TIMED
+                if n > max_seq:
+                    rows.append(row | {"runs": 0} | dict.fromkeys(names, plate.Missing("long")))
+                    continue
+                ms = (1.2 * n if c == 1 else -(-n // c) * max(3.4, 0.06 * c)) * scale
+                ms *= 1.04 if max_seq == 2048 else 1
+                error = plate.Missing("reference") if c == 1 else 1e-3
+                rows.append(
+                    row | {"ms": ms, "ms_best": ms, "ms_worst": ms, "runs": 3, "host_ms": ms,
+                           "tok_s": n / ms * 1e3, "floor_ms": 0.36 * row["passes"], "share": 30.0,
+                           "error_before": error, "error_after": error}
+                )  # fmt: skip
+    return rows
+
+
+def mix_rows(scale=1.0) -> list[dict]:
+    per = {"embed": 2.1, "qkv": 3.8, "attention": 3.4, "project o": 3.6, "swiglu": 11.2,
+           "project down": 7.6, "head": 45.0, "choose": 2.4}  # fmt: skip
+    mb = {"embed": 0.001, "qkv": 2.8, "attention": 0.1, "project o": 2.2, "swiglu": 24.0,
+          "project down": 12.0, "head": 165.3, "choose": 0.002}  # fmt: skip
+    none, rows = plate.Missing("no check of its own"), []
+    for position in step_mix.POSITIONS:
+        here = []
+        for op, us in per.items():
+            us = us * scale + (2.0 if op == "attention" and position > 1000 else 0)
+            times = 36 if op in step_mix.PER_LAYER else 1
+            row = {"position": position, "op": op, "us": us, "us_best": us, "us_worst": us,
+                   "runs": 11, "times": times, "total_us": us * times, "mb": mb[op],
+                   "error_before": none, "error_after": none}  # fmt: skip
+            here.append(row)
+        total = sum(r["total_us"] for r in here)
+        for op, us in ((step_mix.SUM, total), (step_mix.GRAPH, total * 1.05)):
+            here.append(
+                {"position": position, "op": op, "us": us, "us_best": us, "us_worst": us,
+                 "runs": 11, "times": 1, "total_us": us, "mb": 1643.0, "error_before": 1e-3,
+                 "error_after": 1e-3}
+            )  # fmt: skip
+        for row in here:
+            row["part"] = 100 * row["total_us"] / total
+            cases.add_rates(row, row["mb"] * 1e6, 4600.0)
+        rows += here
+    return rows
+
+
+FABRICATED = {
+    "limits": (limits_rows, lambda rows: limits._verdict(rows, 0.01)),
+    "attention": (attention_rows, lambda rows: attention._verdict(rows, 0.01)),
+    "step_graph": (step_graph_rows, lambda rows: step_graph._verdict(rows, 0.01)),
+    "prefill_chunks": (prefill_rows, lambda rows: prefill_chunks._verdict(rows, 0.01)),
+    "step_mix": (mix_rows, lambda rows: step_mix._verdict(rows, 0.01)),
+}
+
+
+def fabricated(name: str, **how) -> plate.Plate:
+    build, verdict = FABRICATED[name]
+    rows = build(**how)
+    given = CARD | {"read_rate": {"gb_s": 4600.0, "method": "given"}}
+    measured = plate.Measured(
+        experiments.get(name).COLUMNS, rows, verdict(rows), {"kind": "own"}, card=given
+    )
+    return made(name, measured)
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0], ids=["short", "long"])
+@pytest.mark.parametrize("name", FABRICATED)
+def test_figures_and_claims_of_fabricated_plates(name, scale):
+    result = fabricated(name, scale=scale)
+    assert 40 < len(result.verdict) and "Missing" not in result.verdict
+    assert figure.png_bytes(result, plate.content_hash(result))
+    holds = experiments.get(name).claims(result)
+    assert len(holds) >= 2 and all(held for _, held in holds), holds
+    assert all(not any(f" {unit}" in text for unit in ("us", "ms", "GB/s")) for text, _ in holds)
+
+
+def test_claims_fail_when_they_should():
+    def broken(name, change):
+        result = fabricated(name)
+        for row in result.rows:
+            change(row)
+        return [text for text, holds in experiments.get(name).claims(result) if not holds]
+
+    def swap(row):
+        if "what" in row and row["kind"] == "node":
+            row["us"] = 2.0 - row["us"]
+        if row.get("attention") == "one_launch":
+            row["us"] = 1e6
+        if (row.get("linear"), row.get("how")) == ("gemv", "graph"):
+            row["ms"], row["ids_after"] = 99.0, "5"
+        if row.get("chunk") == 32 and row["ms"]:
+            row["ms"], row["error_after"] = 1e6, 0.5
+        if row.get("op") == "qkv":
+            row["total_us"] = 1e6
+
+    assert len(broken("limits", swap)) == 2
+    assert len(broken("attention", swap)) == 4
+    assert len(broken("step_graph", swap)) == 3
+    assert len(broken("prefill_chunks", swap)) == 6
+    assert len(broken("step_mix", swap)) == 2
+
+
+def test_verdicts_say_what_the_rows_say():
+    assert "one warp per head is slower than SDPA, as on the old card" in (
+        attention._verdict(attention_rows(), 0.01).replace("One warp", "one warp")
+    )
+    fast = attention_rows()
+    for row in fast:
+        if row["attention"] == "one_warp":
+            row["us"] = 1.0
+    assert "faster than SDPA, not as on the old card" in attention._verdict(fast, 0.01)
+    assert "does not beat that sum" in step_mix._verdict(mix_rows(), 0.01)
+    assert "equals that sum" in step_mix._verdict(mix_rows(), 0.06)
+    assert "2,048 slots instead of 512 cost +4 %" in prefill_chunks._verdict(prefill_rows(), 0.01)
+    assert "as predicted: 3 us" in limits._verdict(limits_rows(), 0.01)
+    assert "not as predicted: 3 us" in limits._verdict(limits_rows(fixed=9.0), 0.01)
+
+
+def test_toggles_are_columns_and_choices_of_the_rows():
+    for name in NAMES:
+        module = experiments.get(name)
+        names = [column["name"] for column in module.COLUMNS]
+        for column, (param, choices) in module.TOGGLES.items():
+            assert column in names and module.PARAMS[param][0] == []
+            if name in FABRICATED:
+                assert {r[column] for r in fabricated(name).rows} == set(choices)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_choices_give_one_line(name):
+    module = experiments.get(name)
+    for param, _ in module.TOGGLES.values():
+        with pytest.raises(DecodeError, match="'nonsense' is unknown"):
+            module.measure(defaults(name, **{param: ["nonsense"]}), nothing)
+
+
+def test_modules_need_no_plotting_library():
+    script = "import sys; from decodev2.lab import experiments as e\n"
+    script += f"for n in {(*NAMES, 'lab_log')}: e.get(n)\n"
+    script += "bad = {'matplotlib', 'pandas'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- with a GPU ----------------------------------------------------------------------------------
+
+SMALLEST = {
+    "limits": {"what": ["read 2 MB", "node, 1 CTA, programmatic"], "runs": 2},
+    "attention": {"length": [100], "shape": ["0.5B"], "cold_mb": 20, "runs": 2},
+    "step_graph": {"runs": 2},
+    "prefill_chunks": {
+        "shape": "qwen2.5-0.5b", "chunk": [32], "prompt": [48], "max_seq": [512], "runs": 1,
+    },
+    "step_mix": {"shape": "qwen2.5-0.5b", "position": [100], "runs": 2},
+}  # fmt: skip
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", SMALLEST)
+def test_measure_on_a_gpu(name):
+    params = defaults(name, **SMALLEST[name])
+    result = made(name, experiments.get(name).measure(params, nothing))
+    assert result.rows and result.card["device"] == "cuda"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
