@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import DecodeError
@@ -146,9 +148,18 @@ def record(name: str, params: dict, progress=lambda done, total, text: None) -> 
         rows=measured.rows,
         figure=measured.figure,
         notes=measured.notes,
-        code=card.code_state(module.DEPENDS),
+        code=card.code_state(module.DEPENDS) | {"switches": _switches()},
     )
     return made
+
+
+def _switches() -> dict:
+    """Which kernels stood behind the ops when the run began; an experiment turns its own."""
+    from .. import toggles
+
+    names = ("CHR_NF4_DECODE", "CHR_NF4_GEMV_NR", "DECODEV2_NVCC_FLAGS", "DECODEV2_CPU_ISA")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    return {"toggles": asdict(toggles.current), "environment": given}
 
 
 def _without_folder(value):
@@ -257,16 +268,33 @@ def draw_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool 
     return 0
 
 
+def _stale(runs_dir: Path) -> list[str]:
+    """Plates that nothing newer replaces although the kernels they ran have changed."""
+    newest: dict[tuple, tuple[str, Path]] = {}
+    for path in plate.plate_paths(runs_dir):
+        with contextlib.suppress(DecodeError):  # a plate that cannot be read was named already
+            made = plate.load(path)
+            key = (made.experiment, made.card.get("slug"), plate.dumps(plate.clean(made.params)))
+            newest[key] = max(newest.get(key, ("", path)), (made.created, path))
+    return [
+        f"{path}: the kernels it ran have changed since; record it again (run --all --stale)"
+        for _, path in sorted(newest.values(), key=lambda pair: pair[1])
+        if not card.is_current(plate.load(path).code)
+    ]
+
+
 def lint_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
     """Print every problem of plates, or of all plates below folders; 1 if there is any.
 
     The pages of the workbook are checked too where a folder `notebooks` lies beside a runs folder.
+    Of each experiment, card and set of parameters the newest plate must be of today's kernels.
     """
     folders = [Path(target) for target in targets]
     beside = dict.fromkeys(f.parent / "notebooks" for f in folders if f.is_dir())
     pages = [folder for folder in beside if folder.is_dir()]
     found = [problem for target in targets for problem in plate.lint(target)]
     found += [problem for folder in pages for problem in notebooks.folder_problems(folder)]
+    found += [problem for folder in folders if folder.is_dir() for problem in _stale(folder)]
     if as_json:
         print(json.dumps(found, indent=1))
     elif found:
