@@ -247,6 +247,12 @@ def _regress(args) -> int:
     )
 
 
+def _readme(args) -> int:
+    from .lab import readme
+
+    return readme.readme_command(args.path, args.runs, args.check, as_json=args.json)
+
+
 def _write(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
@@ -376,6 +382,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of a time over the recorded one (default: 0.7 1.4)",
     )  # fmt: skip
     sub.add_argument("--folder", default="notebooks", help="folder of pages (default: notebooks)")
+    _runs_argument(sub)
+
+    sub = command(
+        "readme", _readme, "Write the tables of README.md that plates and pages make; 1 if not so."
+    )
+    sub.add_argument("path", nargs="?", default="README.md", help="default: README.md")
+    sub.add_argument("--check", action="store_true", help="write nothing, print what is wrong")
     _runs_argument(sub)
     return parser
 

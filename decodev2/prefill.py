@@ -22,12 +22,14 @@ def forward_prefill(
     """
     capacity = len(state.prompt.token)
     chunk = min(chunk or capacity, capacity)
-    ids = torch.tensor(prompt_ids, dtype=torch.int64)
+    # once for the whole prompt: a copy per chunk from host memory would make every chunk wait
+    ids = torch.tensor(prompt_ids, dtype=torch.int64).to(state.logits.device)
+    positions = torch.arange(len(prompt_ids), device=ids.device)
     for start in range(0, len(prompt_ids), chunk):
         columns = state.prompt.first(min(chunk, len(prompt_ids) - start))
         n = len(columns.token)
         columns.token.copy_(ids[start : start + n])
-        columns.position.copy_(torch.arange(start, start + n))
+        columns.position.copy_(positions[start : start + n])
         forward(columns, state, weights)
     ops.head(columns, state, weights)
     ops.choose(state, commit=False)

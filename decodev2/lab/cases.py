@@ -284,21 +284,9 @@ def accurate(rows: list[dict]) -> bool:
 # ---- figures ----
 
 
-def stacked_axes(fig, rows: int, cols: int) -> list:
-    """`rows` x `cols` axes of one y axis per row, below an empty one as wide as the figure.
-
-    The lab writes a verdict over the first axes of a figure; over a narrow panel it would push its
-    neighbours out of the picture.
-    """
-    grid = fig.add_gridspec(rows + 1, cols, height_ratios=[1e-3] + [1] * rows)
-    fig.add_subplot(grid[0, :]).set_axis_off()
-    axes = []
-    for row in range(rows):
-        first = fig.add_subplot(grid[row + 1, 0])
-        axes.append(first)
-        for col in range(1, cols):
-            axes.append(fig.add_subplot(grid[row + 1, col], sharey=first))
-            axes[-1].tick_params(labelleft=False)
+def axes_grid(fig, rows: int, cols: int) -> list:
+    """`rows` x `cols` axes, row by row; those of one row share their y axis, which has no ticks."""
+    axes = fig.subplots(rows, cols, sharey="row", squeeze=False).ravel().tolist()
     for ax in axes:
         ax.tick_params(axis="y", length=0)
     return axes

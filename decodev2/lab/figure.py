@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 STYLE = Path(__file__).with_name("decodev2.mplstyle")
 SIZE_PX = (1200, 700)
+MARGIN_PX = 14  # left and right of the words around the drawing, and between them and it
+VERDICT_LINES = 3
 GREY, DARK = "#666666", "#222222"
 NAME_EVERY_BAR = 8  # with more bars than this a series is named once
 _PNG_KEYS = {"plate": "decodev2-plate", "pixels": "decodev2-pixels"}
@@ -67,30 +68,80 @@ def _pixel_hash(image) -> str:
 def figure(plate: Plate) -> Figure:
     """The matplotlib Figure of a plate: title, what was found, the drawing, the card below.
 
-    The drawing is the experiment's own `draw(plate, fig)` for {"kind": "own"}, else `bars`.
+    The drawing is the experiment's own `draw(plate, fig)` for {"kind": "own"}, else `bars`. It may
+    have any number of axes: the words are set first, and the axes share the rectangle they leave.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with _style():
         fig = Figure()
-        left = 0.012
-        fig.suptitle(plate.title, x=left, ha="left")
-        fig.supxlabel(_footer(plate), x=left, ha="left", fontsize=10.5, color=GREY)
+        canvas = FigureCanvasAgg(fig)
+        _words_around(fig, plate)
         if plate.figure["kind"] == "own":
             from . import experiments
 
             experiments.get(plate.experiment).draw(plate, fig)
         else:
             bars(plate, fig)
-        found = "\n".join(textwrap.wrap(plate.verdict, 128)[:3])
-        above = 26 if "floor" in plate.figure else 14  # points; the floor's name stands there
-        fig.axes[0].annotate(
-            found, (left, 1), (0, above), xycoords=("figure fraction", "axes fraction"),
-            textcoords="offset points", va="bottom", color=GREY,
-        )  # fmt: skip
-        FigureCanvasAgg(fig).draw()  # ticks and their texts are made, in this style, when drawn
+        canvas.draw()  # ticks and their texts are made, in this style, when drawn
     return fig
+
+
+def _words_around(fig: Figure, plate: Plate) -> None:
+    """Title and verdict at the top, the card at the bottom; axes are laid out between them."""
+    width, height = SIZE_PX
+    left, gap = MARGIN_PX / width, MARGIN_PX / height
+
+    def place(text, words: str, lines: int | None = None):
+        """Wrap the words, and take the text out of the layout: its place is given."""
+        font, renderer = text.get_fontproperties(), fig.canvas.get_renderer()
+
+        def wide(line: str) -> float:
+            return renderer.get_text_width_height_descent(line, font, False)[0]
+
+        text.set_text("\n".join(fitted(words, wide, width - 2 * MARGIN_PX, lines)))
+        text.set_in_layout(False)
+        return text.get_window_extent().transformed(fig.transFigure.inverted())
+
+    title = place(fig.suptitle("", x=left, y=1 - gap, ha="left", va="top"), plate.title)
+    found = fig.text(left, title.y0 - 0.6 * gap, "", va="top", color=GREY)
+    found = place(found, plate.verdict, VERDICT_LINES)
+    below = fig.supxlabel(
+        "", x=left, y=0.6 * gap, ha="left", va="bottom", fontsize=10.5, color=GREY
+    )
+    below = place(below, _footer(plate), 1)
+    fig.get_layout_engine().set(rect=(0, below.y1, 1, found.y0 - 0.5 * gap - below.y1))
+
+
+def fitted(text: str, wide, room: float, lines: int | None = None) -> list[str]:
+    """`text` in lines that are at most `room` wide, `wide(line)` being the width of one.
+
+    What would need more than `lines` is cut after a sentence or a clause (";"), or after a word if
+    the first one is too long, and ends with "…".
+    """
+    words = [word for word in text.replace("\n", " ").split(" ") if word]
+    whole = _wrapped(words, wide, room)
+    if lines is None or len(whole) <= lines:
+        return whole
+    most = sum(line.count(" ") + 1 for line in whole[:lines])  # words that have room
+    clauses = [n for n in range(most, 0, -1) if words[n - 1].endswith((".", ";"))]
+    for n in [*clauses, *range(most, 0, -1)]:
+        cut = _wrapped([*words[: n - 1], words[n - 1].rstrip(";,"), "…"], wide, room)
+        if len(cut) <= lines:
+            return cut
+    return whole[:lines]
+
+
+def _wrapped(words: list[str], wide, room: float) -> list[str]:
+    lines = words[:1] or [""]
+    for word in words[1:]:
+        longer = f"{lines[-1]} {word}"
+        if wide(longer) > room:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def _footer(plate: Plate) -> str:
@@ -103,7 +154,8 @@ def _footer(plate: Plate) -> str:
     commit = (plate.code["commit"] or "no commit")[:9] + (
         " + changes" if plate.code["dirty"] else ""
     )
-    return "   |   ".join([*parts, plate.created[:10], commit, plate.experiment])
+    between = "\u00a0\u00a0 | \u00a0\u00a0"  # a line may break at the plain spaces
+    return between.join([*parts, plate.created[:10], commit, plate.experiment])
 
 
 # ---- horizontal bars, from the plate's `figure` block ----

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
+from . import card
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class Model:
 def find(folder: str | Path, only: list[str] | None = None) -> list[Model]:
     """Packed models below `folder` by name; `only` picks some of them, in its own order.
 
-    A model is a sub-folder X with a config.json and a `.chr` inside it or beside it as X*.chr.
-    Raises ModelError when there is none, or when a name in `only` is not among them.
+    A model is a sub-folder X with a config.json and a `.chr` inside it or beside it as X*.chr. A
+    relative folder that is not here is taken from the checkout, as pages run in notebooks/. Raises
+    ModelError when there is none, or when a name in `only` is not among them.
     """
     root = Path(folder)
+    if not root.is_dir() and (card.PROJECT / root).is_dir():
+        root = card.PROJECT / root
     found = {}
     for config in sorted(root.glob("*/config.json")) if root.is_dir() else []:
         own = config.parent

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import DecodeError
-from . import card
+from . import card, experiments
 from . import plate as plates
 
 MAX_BYTES = 200_000
@@ -39,7 +39,7 @@ REMAKE = "remake it: decodev2 notebooks --remake"
 
 _PERSONAL_PATH = re.compile(r"/(?:home|root|Users)/|\b[A-Za-z]:\\+Users\\|/tmp/")
 # A number and a unit of measured things. "8 x 4" is a product, "1.5 x" and "1.5x" are ratios.
-_MEASURED = re.compile(
+MEASURED = re.compile(
     r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)"
     r"(?:\s?(?:[uµμ]s|ms|tok/s|[GT]B/s|MB|%|[x×](?!\s*\d))|\s+s)(?![\w/])"
 )
@@ -387,7 +387,7 @@ def number_problems(notebook: dict, runs: str | Path) -> list[str]:
         predicts = heading and "predict" in heading[0].lower()
         if cell["cell_type"] != "markdown" or predicts or "prediction" in tags(cell):
             continue
-        for match in _MEASURED.finditer(source(cell)):
+        for match in MEASURED.finditer(source(cell)):
             if _plain(match[1]) not in shown:
                 found.append(f"cell {at}: {match[0]} is in no text output and in no loaded plate")
     return found
@@ -486,10 +486,12 @@ def _difference(old: list[dict], new: list[dict]) -> str:
 def _ratios(new: plates.Plate, known: list[Path], bound: tuple[float, float]):
     """({experiment, against, times, low, high}, faults) of a new plate against the newest old one
     of the same experiment and card, of the same parameters if there is one. Worst times are left
-    out: one hiccup makes them."""
+    out, for one hiccup makes them, and times of the host (`host_timed` of the experiment) are
+    counted but not held to the bound."""
     from .page import key_columns
 
-    entry = {"experiment": new.experiment, "against": None, "times": 0, "low": None, "high": None}
+    entry = {"experiment": new.experiment, "against": None, "times": 0, "of_host": 0}
+    entry |= {"low": None, "high": None}
     paths = [p for p in known if p.parent.name == new.experiment]
     same = [m for m in map(plates.load, paths) if m.card["slug"] == new.card["slug"]]
     if not same:
@@ -501,20 +503,25 @@ def _ratios(new: plates.Plate, known: list[Path], bound: tuple[float, float]):
     times = [c["name"] for c in new.columns if c["unit"] in TIME_UNITS]
     times = [t for t in times if not t.startswith("floor") and not t.endswith(("_worst", "_std"))]
     before = _by_key(old.rows, keys)
-    ratios = {}
+    host_timed = getattr(experiments.get(new.experiment), "host_timed", lambda row, column: False)
+    ratios, of_host = {}, set()
     for place, row in _by_key(new.rows, keys).items():
         for name in times:
             was = before.get(place, {}).get(name)
             if was and row[name]:
                 ratios[place, name] = row[name] / was
+                if host_timed(row, name) or host_timed(before[place], name):
+                    of_host.add((place, name))
     if not ratios:
         return entry, [f"{new.experiment}: no time has its like in {entry['against']}"]
-    entry |= {"times": len(ratios), "low": min(ratios.values()), "high": max(ratios.values())}
+    held = [ratio for key, ratio in ratios.items() if key not in of_host] or list(ratios.values())
+    entry |= {"times": len(ratios), "low": min(held), "high": max(held)}
+    entry["of_host"] = len(of_host)
     return entry, [
-        f"{new.experiment}: {', '.join(key)} {name} is {ratio:.2f} x the recorded time, "
+        f"{new.experiment}: {', '.join(place[0])} {name} is {ratio:.2f} x the recorded time, "
         f"needs {bound[0]:g} to {bound[1]:g}"
-        for ((key, _), name), ratio in ratios.items()
-        if not bound[0] <= ratio <= bound[1]
+        for (place, name), ratio in ratios.items()
+        if (place, name) not in of_host and not bound[0] <= ratio <= bound[1]
     ]
 
 
@@ -597,6 +604,8 @@ def _line(report: dict) -> str:
         elif entry["times"]:
             low, high = entry["low"], entry["high"]
             parts.append(f"{name}: {entry['times']} times, {low:.2f} to {high:.2f} x recorded")
+            if entry["of_host"]:
+                parts[-1] += f", {entry['of_host']} of the host left out"
     state = "FAILED" if report["faults"] else "ok"
     line = f"{report['notebook']:32s} {state:7s}{'; '.join(parts)}"
     more = len(report["faults"]) - 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MODES = ("replay", "measure")
 LAB_LOG = "lab_log"  # the plate that transcribes the lab log of the old card
 TIME_UNITS = ("us", "ms", "s", "ns")
-SAME_FLOOR = 0.02  # floors this near are the same work: the read rate is measured anew each time
+SAME_WORK = 0.02  # floors differ by this much with the read rate, which is measured each time
 INLINE_COLOURS = 64  # a palette makes a figure on a page a third of the plate's PNG
 # What a column's name repeats of its unit; the header says it once.
 _UNIT_WORDS = {
@@ -358,7 +358,11 @@ def key_columns(plate: Plate, first: Iterable[str] = ()) -> list[str]:
 
 
 def main_column(plate: Plate) -> tuple[str, str, bool]:
-    """(name, unit, is less better?) of the first time, else of the first rate, else a number."""
+    """(name, unit, is less better?) of what the plate's bars show, else of its first time, else of
+    its first rate, else of a number."""
+    if value := (plate.figure or {}).get("value"):
+        (unit,) = [column["unit"] for column in plate.columns if column["name"] == value]
+        return value, unit, not unit.endswith("/s")
     columns = [(c["name"], c["unit"]) for c in plate.columns if not c["name"].startswith("floor")]
     for name, unit in columns:
         if unit in TIME_UNITS:
@@ -366,9 +370,10 @@ def main_column(plate: Plate) -> tuple[str, str, bool]:
     for name, unit in columns:
         if unit.endswith("/s"):
             return name, unit, False
-    for name, unit in columns:
-        if unit not in ("", "1", "runs"):
-            return name, unit, True
+    for plain in (False, True):  # a plain number only when there is nothing else
+        for name, unit in columns:
+            if unit not in ("", "runs") and (unit != "1" or plain):
+                return name, unit, True
     raise DecodeError(f"a plate of {plate.experiment} has no column to compare")
 
 
@@ -410,7 +415,7 @@ def contest(
         label = _label(row, full[len(held) :] or full)
         out.append({"choices": label, "is": ", ".join(words), "to_best": ratio} | row)
         if ratio is None:
-            out[-1]["to_best_reason"] = row.get(f"{name}_reason", "not measured")
+            out[-1]["to_best_reason"] = row.get(f"{name}_reason", "nothing to compare with")
         if "chosen" in words:
             lines.append(f"{_label(row, full)}: {_beside(out[-1], name, unit)}")
     what = header(name, unit).split(" [")[0]
@@ -440,27 +445,33 @@ def agrees(row: dict, choices: dict[str, object]) -> bool:
 
 
 def same_work(plate: Plate, columns: Iterable[str]) -> list[str]:
-    """Those columns whose choices leave the floor, the work to do, as it is.
+    """Those columns whose choices leave the work to do as it is: tokens, else the floor, else MB.
 
-    A plate must show it: rows that differ in nothing but the column. Without a floor, all do.
+    A plate must show it: rows that differ in nothing but the column. Without any of the three
+    columns all choices count as ways to do one work.
     """
-    floors = [column["name"] for column in plate.columns if column["name"].startswith("floor")]
+    names = [column["name"] for column in plate.columns]
+    floors = [name for name in names if name.startswith("floor")]
+    amount = next((name for name in ("tokens", *floors, "mb") if name in names), None)
     keys = key_columns(plate, columns)
 
-    def keeps_floor(column: str) -> bool:
+    def keeps_work(column: str) -> bool:
         seen: dict[tuple, list[float]] = {}
         for row in plate.rows:
             others = tuple(str(row[key]) for key in keys if key != column)
-            if row[floors[0]]:
-                seen.setdefault(others, []).append(row[floors[0]])
+            if row[amount]:
+                seen.setdefault(others, []).append(row[amount])
         groups = [group for group in seen.values() if len(group) > 1]
-        return bool(groups) and all(max(g) <= min(g) * (1 + SAME_FLOOR) for g in groups)
+        return bool(groups) and all(max(g) <= min(g) * (1 + SAME_WORK) for g in groups)
 
-    return [column for column in columns if not floors or keeps_floor(column)]
+    return [column for column in columns if amount is None or keeps_work(column)]
 
 
 def _beside(row: dict, name: str, unit: str) -> str:
-    if row["to_best"] is None:
+    if row[name] is None:
         return row["to_best_reason"]
+    value = figures.number(row[name]) + f" {unit}" * (unit != "1")
+    if row["to_best"] is None:
+        return value
     times = "the best" if "best" in row["is"] else f"{figures.number(row['to_best'])} x the best"
-    return f"{figures.number(row[name])} {unit}, {times}"
+    return f"{value}, {times}"

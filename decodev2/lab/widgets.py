@@ -34,10 +34,13 @@ def panel(
     """The panel of experiment `name`; the last value of a cell, or `display` it.
 
     `plate` is what it walks (left out: the recorded one). `start` holds a first choice for columns
-    of TOGGLES. `compare` names the columns whose choices compete; left out, those that do not
-    change the floor. Raises DecodeError for an unknown column or choice, or without any plate.
+    of TOGGLES. `compare` names the columns whose choices compete (left out: `page.same_work`).
+    Raises DecodeError for an unknown column or choice, or where there is no plate or toggle.
     """
-    live = experiments.get(name).DEVICE == "cpu" or page.cuda_is_there()
+    module = experiments.get(name)
+    if not getattr(module, "TOGGLES", None):
+        raise DecodeError(f"experiment {name} has no toggles")
+    live = module.DEVICE == "cpu" or page.cuda_is_there()
     if plate is None:
         try:
             plate = page.plate(name)
@@ -61,7 +64,9 @@ class Panel:
         self.compare = page.same_work(base, self.toggles) if base and not compare else compare
         self.boxes = {}
         rows = base.rows if base else []
-        first = next((r for r in rows if page.agrees(r, start)), rows[0] if rows else {}) | start
+        value_of = page.main_column(base)[0] if base else ""
+        known = [row for row in rows if row[value_of] is not None and page.agrees(row, start)]
+        first = next(iter(known + rows), {}) | start
         for column, (_, choices) in self.module.TOGGLES.items():
             there = {str(row[column]) for row in rows}
             options = {str(c): c for c in choices if live or str(c) in there}
@@ -177,8 +182,7 @@ class Panel:
         for control, was in zip(controls, before, strict=True):
             control.disabled = was if control is not self.save else self.scratch is None
         self.bar.layout.visibility = "hidden"
-        style = "color:#B00020;font-weight:bold"
-        self.error.value = f'<span role="alert" style="{style}">{html.escape(message)}</span>'
+        self.error.value = f'<b role="alert" style="color:#B00020">{html.escape(message)}</b>'
         self._refresh()
 
     def _params(self) -> dict:

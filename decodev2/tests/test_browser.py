@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -108,8 +109,11 @@ def lab(tmp_path, monkeypatch):
         view = browser.new_page(viewport={"width": 1300, "height": 1250})
         view.set_default_timeout(PATIENCE_MS)
         view.goto(f"{address}/lab/tree/sort.ipynb")
-        idle = view.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-        expect(idle).to_be_visible(timeout=PATIENCE_MS)  # the kernel is there
+        # JupyterLab asks for a kernel when it is told to run before it has connected to one.
+        ask = view.get_by_role("button", name="Select Kernel", exact=True)
+        view.add_locator_handler(ask, lambda button: button.click())
+        ready = view.get_by_role("button", name=re.compile(r"\| Idle"))
+        expect(ready).to_be_visible(timeout=PATIENCE_MS)
         view.screenshot(path=tmp_path / "0-loaded.png")
         view.get_by_role("menuitem", name="Run", exact=True).click()
         view.get_by_text("Run All Cells", exact=True).click()

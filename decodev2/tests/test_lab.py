@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -488,19 +489,57 @@ def test_a_rate_above_the_ceiling_is_an_error():
 # ---- experiments ----
 
 
-def test_every_experiment_is_complete():
+def test_experiments_are_found_in_order():
     assert experiments.names() == sorted(experiments.names())
-    assert {"codec_quality", "cpu_decode"} <= set(experiments.names())
-    for name in experiments.names():
-        module = experiments.get(name)
-        for text in (module.TITLE, module.QUESTION, module.PREDICTION):
-            assert text.strip() == text != ""
-        assert module.DEVICE in ("cpu", "cuda")
-        assert callable(module.measure)
-        for key, (default, help_text) in module.PARAMS.items():
-            assert key.isidentifier()
-            assert isinstance(default, bool | int | float | str | list)
-            assert help_text
+    assert {"codec_quality", "cpu_decode", "lab_log"} <= set(experiments.names())
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_every_experiment_is_complete(name):
+    """It has what the docstring of `experiments` promises."""
+    module = experiments.get(name)
+    for text in (module.TITLE, module.QUESTION, module.PREDICTION):
+        assert text.strip() == text != ""
+    assert module.QUESTION.endswith("?")
+    assert module.DEVICE in ("cpu", "cuda", "none")
+    assert callable(module.measure) and isinstance(module.DEPENDS, tuple)
+    assert module.DEVICE != "none" or module.DEPENDS == ()
+    columns = [column["name"] for column in module.COLUMNS]
+    assert all(column.keys() >= {"name", "unit"} for column in module.COLUMNS)
+    assert len(set(columns)) == len(columns)
+    for key, (default, help_text) in module.PARAMS.items():
+        assert key.isidentifier()
+        assert isinstance(default, bool | int | float | str | list)
+        assert help_text
+    for column, (param, choices) in getattr(module, "TOGGLES", {}).items():
+        default, _ = module.PARAMS[param]
+        assert column in columns and isinstance(default, list)
+        assert set(map(str, default)) <= set(map(str, choices))
+        assert len(set(map(str, choices))) == len(choices) > 1
+
+
+def test_experiments_with_a_panel_have_toggles():
+    folder = Path(__file__).resolve().parents[2] / "notebooks"
+    for path in sorted(folder.glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        for name in re.findall(r'\bwidgets\.panel\(\s*"(\w+)"', code):
+            assert experiments.get(name).TOGGLES, f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_claims_of_recorded_plates_are_facts(name):
+    """Pairs of a text without a time and a truth value: what a page compares between runs."""
+    module, runs = experiments.get(name), Path(__file__).resolve().parents[2] / "runs"
+    paths = plate.plate_paths(runs / name)
+    if not (hasattr(module, "claims") and paths):
+        pytest.skip(f"{name} makes no claims or has no plate")
+    for path in paths:
+        made = module.claims(plate.load(path))
+        assert made and all(isinstance(holds, bool) for _, holds in made)
+        assert len({text for text, _ in made}) == len(made)
+        timed = [text for text, _ in made if re.search(r"\d\s?(?:us|ms|tok/s|GB/s)\b", text)]
+        assert timed == [], path.name
 
 
 def test_depends_names_real_kernels():
@@ -513,8 +552,10 @@ def test_depends_names_real_kernels():
 def test_an_unknown_experiment_gives_one_line():
     with pytest.raises(DecodeError, match="'cpu_decod' does not exist; did you mean cpu_decode"):
         experiments.get("cpu_decod")
-    with pytest.raises(DecodeError, match="known: codec_quality"):
+    with pytest.raises(DecodeError) as error:
         experiments.get("zzz")
+    assert f"known: {', '.join(experiments.names())}" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 # ---- models on disk ----

@@ -391,6 +391,10 @@ def test_contest_of_rates_and_missing_values(runs):
     )
     assert page.contest(rates, {"way": "a"}).verdict == "a: 10.0 tok/s, 4.00 x the best"
     assert page.contest(rates, {"way": "c"}).verdict == "no row has these choices"
+    plain = replace(rates, columns=[{"name": "way", "unit": ""}, {"name": "wrong", "unit": "1"}],
+                    rows=[{"way": "a", "wrong": 0}, {"way": "b", "wrong": 3}])  # fmt: skip
+    assert page.contest(plain, {"way": "a"}).verdict == "a: 0"
+    assert plate.problems(plate.clean(page.contest(plain, {"way": "b"}))) == []
 
 
 def test_contest_of_choices_that_are_all_other_work_compares_shares(runs):
@@ -409,6 +413,9 @@ def test_rows_that_do_not_show_the_same_work_do_not_compete(runs):
     ]
     assert page.same_work(toy_plate(), ["size", "way"]) == ["way"]
     assert page.same_work(toy_plate(rows=rows[:1]), ["size", "way"]) == []
+    columns = [*toy_plate().columns, {"name": "tokens", "unit": "tokens"}]  # more than the floor
+    prompt = toy_plate(columns=columns, rows=[row | {"tokens": 7} for row in rows])
+    assert page.same_work(prompt, ["size", "way"]) == ["size", "way"]
 
 
 def test_contest_is_among_rows_that_agree_in_every_other_column(runs):

@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from decodev2.errors import PlateError
-from decodev2.lab import figure, plate
+from decodev2.lab import experiments, figure, plate
 from decodev2.lab.plate import Missing, Plate
 
 CARD = {
@@ -589,13 +590,74 @@ def test_other_bar_figures_draw(tmp_path, block):
 
 def test_a_figure_says_what_was_found_and_where(tmp_path):
     fig = figure.figure(make())
-    texts = [fig.get_suptitle(), fig.get_supxlabel()]
-    texts += [t.get_text() for t in fig.axes[0].texts]
+    texts = [t.get_text() for t in (*fig.texts, *fig.axes[0].texts)]
     words = "\n".join(texts)
     for needed in ("Toy decode", "As predicted.", "Toy CPU, 2 threads", "40.0 GB/s", "012345678"):
         assert needed in words
     assert "[tok/s]" in fig.axes[0].get_xlabel()
     assert any("200 tok/s, 15.2 GB/s" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "verdict, whole",
+    [
+        ("As predicted.", True),
+        ("As predicted: " + "the same, " * 12 + "here.", True),
+        ("Not as predicted: " + "a clause of a few words; " * 40 + "the end.", False),
+        ("One sentence of words. " * 40, False),
+        ("WWWW MMMM " * 60, False),
+        ("word\nword " * 200, False),
+    ],
+)
+@pytest.mark.parametrize("panels", [0, 1, 3])
+def test_the_words_around_a_drawing_keep_clear_of_it(monkeypatch, verdict, whole, panels):
+    """Whatever their length, and however many axes an experiment's own drawing has."""
+
+    def draw(made, fig):
+        for ax in fig.subplots(2, panels, squeeze=False).ravel():
+            ax.set_title("W" * 15, loc="left")
+            ax.set_xlabel("time [us]")
+
+    if panels:
+        monkeypatch.setattr(experiments, "get", lambda name: types.SimpleNamespace(draw=draw))
+        block = {"kind": "own"}
+    else:
+        block = FIGURE | {"floor": 30.0, "floor_text": "the floor"}
+    made = make(figure=block, verdict=verdict, title="A title of some words " * 5)
+    fig = figure.figure(made)
+    (found,) = (t for t in fig.texts if t not in (fig._suptitle, fig._supxlabel))
+    lines = found.get_text().split("\n")
+    assert len(lines) <= 3
+    assert (" ".join(lines) == " ".join(verdict.split())) == whole
+    assert whole or (lines[-1].endswith("…") and "; …" not in lines[-1])
+    title, below = (t.get_window_extent() for t in (fig._suptitle, fig._supxlabel))
+    words = found.get_window_extent()
+    width, height = figure.SIZE_PX
+    assert max(title.x1, words.x1, below.x1) < width and title.y1 < height and below.y0 > 0
+    assert title.y0 > words.y1
+    for ax in fig.axes:
+        box = ax.get_tightbbox()
+        assert below.y1 < box.y0 and box.y1 < words.y0 and 0 < box.x0 and box.x1 < width
+    left, right = fig.axes[0].get_position(), fig.axes[-1].get_position()
+    assert right.x1 - left.x0 > 0.8 and left.y1 - right.y0 > 0.4
+
+
+@pytest.mark.parametrize(
+    "text, lines, shown",
+    [
+        ("", 1, [""]),
+        ("one two three four", 1, ["one two …"]),
+        ("one two three four", 2, ["one two", "three four"]),
+        ("one. two three four", 1, ["one. …"]),
+        ("one; two three four", 1, ["one …"]),
+        ("one. two; three four", 1, ["one. two …"]),
+        ("one two three four", None, ["one two", "three four"]),
+        ("more-than-a-line. one", 2, ["more-than-a-line.", "one"]),
+        ("more-than-a-line. one", 1, ["more-than-a-line."]),
+    ],
+)
+def test_a_text_is_cut_where_it_makes_sense(text, lines, shown):
+    assert figure.fitted(text, len, 10, lines) == shown
 
 
 @pytest.mark.parametrize(

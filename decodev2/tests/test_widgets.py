@@ -137,6 +137,12 @@ def test_without_plate_and_device_there_is_no_panel(runs, toy, monkeypatch):
         widgets.panel("toy_sort")
 
 
+def test_an_experiment_without_toggles_has_no_panel(runs, toy, monkeypatch):
+    monkeypatch.setattr(toy, "TOGGLES", {})
+    with pytest.raises(DecodeError, match="toy_sort has no toggles"):
+        widgets.panel("toy_sort", toy_plate())
+
+
 def test_compare_names_what_competes(runs):
     panel = widgets.panel("toy_sort", toy_plate(), compare=["size"], size=20000, way="heap")
     assert panel.status.value.startswith("heap, size 20000: 250 us, 12.5 x the best")
@@ -313,7 +319,7 @@ def walkable() -> list[str]:
     """Experiments with toggles and a plate in the checkout."""
     folder = page.card.PROJECT / "runs"
     recorded = [name for name in experiments.names() if plate.plate_paths(folder / name)]
-    return [name for name in recorded if hasattr(experiments.get(name), "TOGGLES")]
+    return [name for name in recorded if getattr(experiments.get(name), "TOGGLES", None)]
 
 
 @pytest.mark.parametrize("name", walkable())

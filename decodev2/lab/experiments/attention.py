@@ -13,7 +13,7 @@ from ...errors import DecodeError
 from .. import bench, cases
 from ..figure import number
 from ..plate import Measured, Missing
-from .limits import log_ticks, side_by_side
+from .limits import log_ticks
 
 TITLE = "Attention of one token: kernels by live length"
 QUESTION = "Which attention fills the card at one token, and does its cost follow the live length?"
@@ -259,6 +259,18 @@ def claims(plate) -> list[tuple[str, bool]]:
             if at["one_launch"] and at[slow]:
                 text = f"{shape} at {last:,}: one_launch is faster than {slow}"
                 found.append((text, at["one_launch"] < at[slow]))
+        pairs = [
+            (us[shape, "one_launch", n], us[shape, "two_launch", n])
+            for n in LENGTHS
+            if us.get((shape, "one_launch", n)) and us.get((shape, "two_launch", n))
+        ]
+        if pairs:
+            text = f"{shape}: one_launch is faster than two_launch at every length"
+            found.append((text, all(one < two for one, two in pairs)))
+        flat = [t for (s, k, _), t in us.items() if t and (s, k) == (shape, "sdpa")]
+        if len(flat) > 1:
+            text = f"{shape}: SDPA takes the same time at every length, within a tenth"
+            found.append((text, max(flat) < 1.1 * min(flat)))
     checked = [r for r in plate.rows if r["error_before"] is not None]
     within = all(
         max(r["error_before"], r["error_after"]) < ERROR_LIMITS[r["attention"]] for r in checked
@@ -270,7 +282,7 @@ def draw(plate, fig) -> None:
     """One panel per shape: time over length, one line per kernel, named at its end."""
     shapes = list(dict.fromkeys(r["shape"] for r in plate.rows))
     all_us = [r["us"] for r in plate.rows if r["us"] is not None]
-    axes = side_by_side(fig, [1] * len(shapes))
+    axes = fig.subplots(1, len(shapes), squeeze=False)[0]
     for ax, shape in zip(axes, shapes, strict=True):
         rows = [r for r in plate.rows if r["shape"] == shape and r["us"] is not None]
         _draw_shape(ax, shape, rows, min(all_us, default=1), max(all_us, default=1))

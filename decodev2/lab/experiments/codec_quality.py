@@ -20,8 +20,11 @@ PARAMS = {
     "models": ("models", "folder holding HF folders with their .chr"),
     "only": ([], "names of models, separated by commas; all if left out"),
 }
+TOGGLES = {"model": ("only", ("qwen2.5-coder-0.5b", "smollm2-135m"))}
 DEPENDS = ()
 DEVICE = "cpu"
+BYTES_PER_WEIGHT = 4.25 / 8
+WORST_REL_RMSE = 0.125  # an eighth: no kind of a trained matrix may be further off
 GAUSSIAN_REL_RMSE = 0.0919  # simulated: 4000 groups of 64 standard normal weights
 
 COLUMNS = [
@@ -69,6 +72,22 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
             "also": ["bytes_per_weight"],
         },
     )
+
+
+def claims(plate) -> list[tuple[str, bool]]:
+    """What holds for every checkpoint whose widths are multiples of 64."""
+    packed = [row for row in plate.rows if row["codec"] == "nf4"]
+    kept = [row for row in plate.rows if row["codec"] != "nf4"]
+    errors = [row["rel_rmse"] for row in packed if row["rel_rmse"] is not None]
+    return [
+        ("every packed kind takes 4.25 bits per weight",
+         all(abs(row["bytes_per_weight"] - BYTES_PER_WEIGHT) < 1e-9 for row in packed)),
+        ("norms and biases are kept as they are", all(row["rmse"] == 0 for row in kept)),
+        ("every packed kind is off by less than an eighth of its rms",
+         bool(errors) and max(errors) < WORST_REL_RMSE),
+        ("none is nearer than Gaussian weights by more than a tenth",
+         bool(errors) and min(errors) > 0.9 * GAUSSIAN_REL_RMSE),
+    ]  # fmt: skip
 
 
 def _order(pair: tuple[str, str]) -> tuple:

@@ -138,6 +138,16 @@ def claims(plate) -> list[tuple[str, bool]]:
     if large and large["dram_mb"] is not None:
         text = "gemv: lm_head's weights are read from memory once, within 5 %"
         found.append((text, abs(large["dram_mb"] / large["mb"] - 1) < 0.05))
+    busiest = [r[n] for (kernel, _), r in rows.items() if kernel == "gemv" for n in PERCENT]
+    if busiest and None not in busiest:
+        text = "gemv: nothing is more than nine tenths busy on any shape"
+        found.append((text, max(busiest) < 90))
+    plain = rows.get(("row-major, table in shared", "lm_head"))
+    if plain and large and None not in (plain["dram"], plain["issue"], large["dram"]):
+        text = "row-major rung on lm_head: issue slots are busier than memory"
+        found.append((text, plain["issue"] > plain["dram"]))
+        text = "lm_head: the gemv keeps memory busier than the row-major rung does"
+        found.append((text, large["dram"] > plain["dram"]))
     within = all(r["error"] < ERROR_LIMIT for r in plate.rows)
     return [*found, ("every profiled launch computed the right result", within)]
 

@@ -232,7 +232,7 @@ def draw(plate, fig) -> None:
     ops = list(dict.fromkeys(r["op"] for r in plate.rows))
     ways = [how for how in WAYS if how in {r["how"] for r in plate.rows}]
     colours = dict(zip(WAYS, ("#E69F00", "#0072B2", "#CC79A7", "#D55E00"), strict=True))
-    axes = cases.stacked_axes(fig, 1, len(ops))
+    axes = cases.axes_grid(fig, 1, len(ops))
     for ax, op in zip(axes, ops, strict=True):
         own = [r for r in plate.rows if r["op"] == op]
         for r in own:

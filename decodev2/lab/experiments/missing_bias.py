@@ -176,8 +176,8 @@ def _verdict(rows: list[dict]) -> str:
         own = [r for r in dropped if r["bias"] == way]
         first = sum(r["same"] == 0 for r in own)
         loops = sum(map(_loops, own))
-        word = f", {loops} in a loop" if loops else ""
-        parts.append(f"{way} {first} of {len(own)} texts differ from the first id on{word}")
+        word = f" ({loops} in a loop)" if loops else ""
+        parts.append(f"{first} of {len(own)} {way}{word}")
     every = [r for r in dropped if r["bias"] == NO_BIAS]
     spaces = sum(r["id_220"] for r in every)
     ok = [r["same"] == 0 and _loops(r) for r in every]
@@ -192,7 +192,8 @@ def _verdict(rows: list[dict]) -> str:
             f"{'the same here' if all(r['same'] == 0 for r in every) else 'not here'}."
         )
     words = f"{cases.held(all(ok))}: " if ok else ""
-    return f"{words}{'; '.join(parts)}.{old}"
+    found = f"texts that differ from the first id on: {', '.join(parts)}."
+    return f"{words}{found if words else found.capitalize()}{old}"
 
 
 def claims(plate) -> list[tuple[str, bool]]:
@@ -222,7 +223,7 @@ def draw(plate, fig) -> None:
     from .. import figure
 
     groups = list(dict.fromkeys((r["model"], r["prompt"]) for r in plate.rows))
-    axes = cases.stacked_axes(fig, len(groups), 1)
+    axes = cases.axes_grid(fig, len(groups), 1)
     longest = max(r["new"] for r in plate.rows)
     size = 12 if len(groups) < 3 else 10
     for ax, (model, prompt) in zip(axes, groups, strict=True):

@@ -235,19 +235,26 @@ def _verdict(rows: list[dict], noise: float) -> str:
     last = max(ms, key=lambda key: (key[1], key[0]))[:2]
     best = min((key for key in ms if key[:2] == last), key=ms.get)
     words.append(f"the best chunk for {best[1]:,} tokens is {best[2]}: {ms[best]:,.1f} ms")
-    pairs = [(ms[512, n, c], ms[2048, n, c]) for s, n, c in ms if s == 512 and (2048, n, c) in ms]
-    if pairs:
-        change = sum(b / a - 1 for a, b in pairs) / len(pairs)
-        same = abs(change) <= max(noise, 0.05)
+    # A time that Python takes says nothing about attention, and it drifts by more than any cache.
+    card = {(r["max_seq"], r["prompt"], r["chunk"]) for r in rows if _limited_by_card(r)}
+    both = [(n, c) for s, n, c in card if s == 512 and (2048, n, c) in card]
+    if both:
+        changes = [100 * (ms[2048, n, c] / ms[512, n, c] - 1) for n, c in both]
+        same = max(map(abs, changes)) <= 100 * max(noise, 0.05)
         words.append(
-            f"2,048 slots instead of 512 cost {100 * change:+.0f} % on average "
-            f"({cases.held(same).lower()}: nothing)"
+            f"2,048 slots instead of 512 cost {min(changes):+.1f} to {max(changes):+.1f} % where "
+            f"the card is the limit ({cases.held(same).lower()}: nothing)"
         )
     if len(ms) == 1:
         ((key, value),) = ms.items()
         words = [f"{key[1]:,} tokens in chunks of {key[2]}, {key[0]:,} slots: {value:,.1f} ms"]
     text = "; ".join(words)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _limited_by_card(row: dict) -> bool:
+    """Was Python done with launching well before the card was done?"""
+    return not isinstance(row["ms"], Missing) and row["host_ms"] < 0.9 * row["ms"]
 
 
 def claims(plate) -> list[tuple[str, bool]]:
@@ -264,6 +271,11 @@ def claims(plate) -> list[tuple[str, bool]]:
     return [*found, ("every chunk's logits agree with one column a pass", kept)]
 
 
+def host_timed(row: dict, column: str) -> bool:
+    """Python's own time, and rows that wait for Python."""
+    return column == "host_ms" or not _limited_by_card(row)
+
+
 def draw(plate, fig) -> None:
     """ms over chunk, both logarithmic: one line per prompt and capacity, named at its end."""
     ax = fig.subplots()
@@ -271,6 +283,7 @@ def draw(plate, fig) -> None:
     chunks = sorted({r["chunk"] for r in rows})
     lines = list(dict.fromkeys((r["prompt"], r["max_seq"]) for r in rows))
     shades = {48: "#0072B2", 512: "#009E73", 2040: "#D55E00"}
+    narrow = {(r["prompt"], r["chunk"]): r["ms"] for r in rows if r["max_seq"] == min(MAX_SEQS)}
     for prompt, max_seq in sorted(lines):
         points = sorted(
             (r["chunk"], r["ms"], r["host_ms"])
@@ -285,9 +298,12 @@ def draw(plate, fig) -> None:
             zorder=3 if wide else 2,
         )  # fmt: skip
         if wide:  # the narrow cache's line lies on it or beside it
-            for place, (_, ms, _) in zip(places, points, strict=True):
+            for place, (chunk, ms, _) in zip(places, points, strict=True):
+                beside = narrow.get((prompt, chunk), 0)
+                # below where the open square lies above
+                up = -20 if 1.05 * ms < beside < 2 * ms else 11
                 ax.annotate(
-                    f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}", (place, ms), (0, 11),
+                    f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}", (place, ms), (0, up),
                     textcoords="offset points", ha="center", fontsize=11.5, color=shades[prompt],
                 )  # fmt: skip
             ax.annotate(

@@ -197,7 +197,7 @@ def draw(plate, fig) -> None:
     gap = 0.5  # between the kernels
     places = {side: i + gap * KERNELS.index(side[0]) for i, side in enumerate(sides)}
     colours = dict(zip(PLACEMENTS, ("#0072B2", "#E69F00"), strict=True))
-    axes = cases.stacked_axes(fig, 1, len(shapes))
+    axes = cases.axes_grid(fig, 1, len(shapes))
     for ax, shape in zip(axes, shapes, strict=True):
         own = [r for r in plate.rows if r["shape"] == shape]
         for r in own:

@@ -191,6 +191,11 @@ def claims(plate) -> list[tuple[str, bool]]:
     return [*found, ("all ways choose the same ids", same)]
 
 
+def host_timed(row: dict, column: str) -> bool:
+    """Eager steps are launched one kernel at a time by Python."""
+    return row["how"] == "eager"
+
+
 def draw(plate, fig) -> None:
     """Dots: ms per step of each way, the old card's beside it, joined by a line."""
     ax = fig.subplots()

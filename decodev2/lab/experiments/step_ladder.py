@@ -220,10 +220,11 @@ def draw(plate, fig) -> None:
     ax.set_yticks(range(len(names)), names, fontsize=10.5)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xlim(0, 1.3 * top)
-    ax.set_xlabel(
-        f"greedy tokens per second, {plate.params['shape']} at position "
-        f"{plate.params['position']}; diamonds: RTX 3080; in brackets the lab log's number"
-    )
+    ax.set_xlabel(f"greedy tokens per second at position {plate.params['position']}")
+    ax.annotate(
+        "blue: row-major weights\ngreen: panels\ndiamonds: RTX 3080, host\n[n]: number in the log",
+        (1, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=11, color="#444444",
+    )  # fmt: skip
 
 
 def _ids_wrong(model, weights, live) -> int:
@@ -272,12 +273,13 @@ def _row(rung: Rung, weights, times: list[float], wrong: int, read_rate: float) 
 def _verdict(rows: list[dict], noise: float) -> str:
     ms = {row["rung"]: row["ms"] for row in rows}
     wrong = sum(row["ids_wrong"] for row in rows)
-    parts = [f"{len(rows)} rungs, {wrong} ids differ from the oracle's"]
     best = min(rows, key=lambda row: row["ms"])
-    parts.append(
-        f"from {rows[0]['tok_s']:,.0f} ({rows[0]['rung']}) to {best['tok_s']:,.0f} tok/s "
-        f"({best['rung']}), {best['share']:.0f} % of the read rate"
+    first = (
+        f"From {rows[0]['tok_s']:,.0f} tok/s ({rows[0]['rung']}) to {best['tok_s']:,.0f} "
+        f"({best['rung']}), {best['share']:.0f} % of the read rate; {wrong} ids of {len(rows)} "
+        "rungs differ from the oracle's."
     )
+    parts = []
     for newer, older, what in (
         ("split_k", "lut_constant", "shared against constant levels"),
         ("concatenated", "split_k", "joined copies against separate launches"),
@@ -293,4 +295,4 @@ def _verdict(rows: list[dict], noise: float) -> str:
         if newer in ms and older in ms:
             word = bench.compare(ms[older], ms[newer], noise)
             parts.append(f"{what}: {word} ({ms[older] / ms[newer]:.2f}x)")
-    return "; ".join(parts) + "."
+    return f"{first} {'; '.join(parts)}."

@@ -295,7 +295,8 @@ def claims(plate) -> list[tuple[str, bool]]:
 
 
 def draw(plate, fig) -> None:
-    """Bars: microseconds of a step per op, a tick at its bytes; the sum and the graph below."""
+    """Bars: microseconds of a step per op, a tick at its bytes; the sum and the graph below. In the
+    room beside the ops, which are short: the roofline."""
     ax = fig.subplots()
     names = [op for op in CHOICES if any(r["op"] == op for r in plate.rows)]
     positions = list(dict.fromkeys(r["position"] for r in plate.rows))
@@ -337,4 +338,49 @@ def draw(plate, fig) -> None:
         "of the time)", fontsize=12,
     )  # fmt: skip
     handles = [ax.barh(0, 0, color=shades[p]) for p in positions]
-    ax.legend(handles, [f"position {p:,}" for p in positions], loc="center right", fontsize=12)
+    ax.legend(
+        handles, [f"position {p:,}" for p in positions], loc="upper left", fontsize=12,
+        bbox_to_anchor=(0.17, 1.0), ncols=2, frameon=False,
+    )  # fmt: skip
+    if {SUM, GRAPH, *OPS} <= set(names):
+        _roofline(ax.inset_axes((0.61, 0.33, 0.39, 0.6)), plate, shades)
+
+
+def _roofline(ax, plate, shades: dict[int, str]) -> None:
+    """Rate over the bytes of one launch: below the read rate, and on lines of one time each."""
+    ceiling = plate.card["read_rate"]["gb_s"]
+    rows = [r for r in plate.rows if r["op"] in (*PER_LAYER, "head")]
+    sizes = [r["mb"] for r in rows]
+    left, right = min(sizes) / 2, max(sizes) * 3
+    low = min(r["gb_s"] for r in rows) / 2
+    meets = {us: ceiling * us * 1e-3 for us in (1, 3, 10, 30, 100)}  # MB
+    meets = {us: mb for us, mb in meets.items() if left < mb < right}
+    for us, mb in meets.items():
+        ax.plot([left, mb], [left * 1e3 / us, ceiling], color="#BBBBBB", linewidth=1.2)
+        ax.annotate(f"{us} us" if us == max(meets) else f"{us}", (mb, ceiling), (0, 4),
+                    textcoords="offset points", ha="center", fontsize=10.5,
+                    color="#666666")  # fmt: skip
+    ax.plot([left, right], [ceiling, ceiling], color="#222222", linewidth=1.5)
+    ax.annotate("read rate", (left, ceiling), (4, 4), textcoords="offset points", fontsize=10.5)
+    last = max(shades)
+    step = next(r["gb_s"] for r in plate.rows if r["op"] == GRAPH and r["position"] == last)
+    ax.plot([left, right], [step, step], color="#222222", linewidth=1.2, linestyle="--")
+    ax.annotate("whole graph", (left, step), (4, 4), textcoords="offset points", fontsize=10.5)
+    for r in rows:
+        ax.plot(r["mb"], r["gb_s"], "o", color=shades[r["position"]], markersize=8, zorder=3)
+        if r["position"] == last:
+            above = r["op"] in ("project o", "swiglu")  # each near another, lower one
+            ax.annotate(
+                r["op"], (r["mb"], r["gb_s"]), (-7, 5) if above else (8, -4),
+                textcoords="offset points", ha="right" if above else "left",
+                va="bottom" if above else "top", fontsize=11,
+            )  # fmt: skip
+    ax.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, ceiling * 2))
+    for axis, limits, draw_ticks in (
+        ("x", (left, right), ax.set_xticks), ("y", (low, ceiling), ax.set_yticks),
+    ):  # fmt: skip
+        powers = [10.0**e for e in range(-3, 7) if limits[0] <= 10.0**e <= limits[1]]
+        draw_ticks(powers, [f"{p:,g}" for p in powers], fontsize=10.5)
+        ax.tick_params(axis=axis, which="minor", length=0)
+    ax.set_xlabel("bytes of one launch [MB]", fontsize=11)
+    ax.set_ylabel("GB/s", fontsize=11, labelpad=0)

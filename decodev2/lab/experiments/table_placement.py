@@ -200,7 +200,7 @@ def draw(plate, fig) -> None:
     shapes = list(dict.fromkeys(r["shape"] for r in plate.rows))
     tables = [t for t in TABLES if t in {r["table"] for r in plate.rows}]
     ceiling = plate.card["read_rate"]["gb_s"]
-    axes = cases.stacked_axes(fig, 1, len(shapes))
+    axes = cases.axes_grid(fig, 1, len(shapes))
     for ax, shape in zip(axes, shapes, strict=True):
         own = [r for r in plate.rows if r["shape"] == shape]
         for r in own:
