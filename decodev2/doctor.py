@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from . import native
 from .errors import BuildError
 from .plan import FAMILIES, GROUP, HEAD_DIMS
+
+OLDEST_GPU = 8  # major compute capability
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Check:
 
 def checks() -> list[Check]:
     """Every check, cheap ones first. Builds nothing."""
-    return [*_python(), *_compilers(), *_cuda(), *_extras(), *_project()]
+    return [*_python(), *_compilers(), *_cuda(), *_extras(), _notebook_kernel(), *_project()]
 
 
 def _python() -> list[Check]:
@@ -96,10 +99,17 @@ def _cuda() -> list[Check]:
         return rows
     import torch
 
+    if torch.version.cuda and version and f"cuda_{_major(torch.version.cuda)}." not in version:
+        found = f"nvcc is not of CUDA {_major(torch.version.cuda)}, which this torch was built with"
+        rows.append(Check("nvcc and torch", "absent", found, "set CUDA_HOME to that toolkit"))
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         gpu = f"{properties.name}, sm_{properties.major}{properties.minor}"
-        rows.append(Check("GPU", "ok", gpu))
+        if properties.major >= OLDEST_GPU:
+            rows.append(Check("GPU", "ok", gpu))
+        else:
+            fix = "the CUDA kernels need sm_80 or newer; everything also runs on the CPU"
+            rows.append(Check("GPU", "absent", gpu, fix))
     else:
         why = "no device visible" if torch.version.cuda else "this torch is a CPU build"
         rows.append(Check("GPU", "absent", why, "optional: everything here also runs on the CPU"))
@@ -118,6 +128,27 @@ def _extras() -> list[Check]:
         _tool(name, importlib.util.find_spec(name) and "installed", required=False, fix=fix)
         for name, fix in wanted.items()
     ]
+
+
+def _notebook_kernel() -> Check:
+    """Whose Python runs the pages: their kernel is called python3, which a stale kernelspec may
+    lead to another interpreter."""
+    item = "notebook kernel"
+    if importlib.util.find_spec("jupyter_client") is None:
+        return Check(item, "absent", "no Jupyter", "pip install 'decodev2[lab]' for the notebooks")
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    try:
+        interpreter = KernelSpecManager().get_kernel_spec("python3").argv[0]
+    except NoSuchKernel:
+        return Check(item, "absent", "no kernel called python3", "pip install ipykernel")
+    if re.fullmatch(r"python\d?(\.\d+)?", interpreter):  # Jupyter puts its own Python there
+        interpreter = sys.executable
+    found = shutil.which(interpreter) or interpreter
+    if Path(found).absolute() == Path(sys.executable).absolute():
+        return Check(item, "ok", f"python3 is {found}")
+    fix = "python -m ipykernel install --sys-prefix, with this Python"
+    return Check(item, "absent", f"python3 is {found}, not {sys.executable}", fix)
 
 
 def _project() -> list[Check]:
@@ -142,6 +173,10 @@ def _project() -> list[Check]:
         )
     )
     return rows
+
+
+def _major(version: str) -> str:
+    return version.split(".")[0]
 
 
 def _tool(item: str, found: str | None, required: bool, fix: str) -> Check:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -384,8 +385,8 @@ def test_doctor_lists_everything_and_builds_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setenv("DECODEV2_CACHE", str(tmp_path / "cache"))
     status, out, _ = run("doctor", "--json")
     rows = states(json.loads(out))
-    for item in ("python", "torch", "ninja", "C++ compiler", "nvcc", "GPU", "kernel sources",
-                 "build cache", "models", "widths"):  # fmt: skip
+    for item in ("python", "torch", "ninja", "C++ compiler", "nvcc", "GPU", "notebook kernel",
+                 "kernel sources", "build cache", "models", "widths"):  # fmt: skip
         assert rows[item]["state"] in ("ok", "absent", "missing"), item
     assert status == (1 if any(r["state"] == "missing" for r in rows.values()) else 0)
     assert "64 columns" in rows["widths"]["found"]
@@ -413,6 +414,48 @@ def test_doctor_names_what_is_missing_with_the_fix(run, tmp_path, monkeypatch):
     _, text, _ = run("doctor")
     (line,) = [line for line in text.splitlines() if "ninja" in line]
     assert line.startswith("missing") and line.endswith("->  pip install ninja")
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.11", sys.executable])
+def test_doctor_knows_a_kernel_that_is_this_python(name, tmp_path, monkeypatch):
+    _kernelspec(tmp_path, monkeypatch, name)
+    check = doctor._notebook_kernel()
+    assert check.state == "ok" and check.found == f"python3 is {sys.executable}"
+
+
+def test_doctor_names_a_kernel_that_is_another_python(tmp_path, monkeypatch):
+    _kernelspec(tmp_path, monkeypatch, "/opt/other/bin/python")
+    check = doctor._notebook_kernel()
+    assert check.state == "absent" and check.fix
+    assert check.found == f"python3 is /opt/other/bin/python, not {sys.executable}"
+
+
+def _kernelspec(folder: Path, monkeypatch, interpreter: str) -> None:
+    """A kernel called python3 that comes before all others."""
+    pytest.importorskip("jupyter_client")
+    kernel = folder / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    argv = [interpreter, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Python 3", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    "of_torch, capability, expected",
+    [("13.0", (9, 0), {"GPU": "ok"}), ("13.0", (7, 5), {"GPU": "absent"}),
+     ("12.8", (9, 0), {"GPU": "ok", "nvcc and torch": "absent"})],
+)  # fmt: skip
+def test_doctor_compares_card_nvcc_and_torch(of_torch, capability, expected, monkeypatch):
+    card = types.SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "cuda", of_torch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(doctor, "_last_line", lambda command: "Build cuda_13.0.r13.0/compiler.1_0")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    found = {check.item: check.state for check in doctor._cuda() if check.item != "nvcc"}
+    assert found == expected
 
 
 def test_doctor_reports_a_cache_that_cannot_be_written(run, monkeypatch):
