@@ -234,6 +234,10 @@ def _lint(args) -> int:
 def _notebooks(args) -> int:
     from .lab import notebooks
 
+    if args.param or args.output:
+        if not args.output or len(args.paths) != 1 or args.remake or args.check:
+            raise DecodeError("a run with parameters needs one page and -o FILE")
+        return notebooks.run_command(args.paths[0], args.param, args.output, args.folder)
     return notebooks.notebooks_command(
         args.paths, args.folder, args.remake, args.check, as_json=args.json
     )
@@ -363,11 +367,19 @@ def _parser() -> argparse.ArgumentParser:
         _runs_argument(sub)
 
     sub = command(
-        "notebooks", _notebooks, "List the pages of the workbook; remake them, check their form."
+        "notebooks",
+        _notebooks,
+        "List the pages of the workbook; remake them, check their form, or run one with parameters "
+        "(-p MODE=measure -o FILE).",
     )
     sub.add_argument("paths", nargs="*", help="pages by path, name or number (default: all)")
     sub.add_argument("--remake", action="store_true", help="run afresh, write back, then check")
     sub.add_argument("--check", action="store_true", help="print what is wrong; 1 if anything is")
+    sub.add_argument(
+        "-p", "--param", action="append", default=[], metavar="KEY=VALUE",
+        help="run one page with a parameter of its own; repeatable",
+    )  # fmt: skip
+    sub.add_argument("-o", "--output", metavar="FILE", help="where that run is written")
     sub.add_argument("--folder", default="notebooks", help="folder of pages (default: notebooks)")
 
     sub = command(

@@ -220,16 +220,16 @@ def remake(paths: Iterable[str | Path]) -> list[Path]:
     A page whose run fails stays as it is (DecodeError). Kept are sources, ids, tags, outputs and
     execution counts; views of widgets go, as they need the kernel that made them.
     """
+    return [_write(stripped(execute(path)), Path(path)) for path in paths]
+
+
+def _write(notebook: dict, path: Path) -> Path:
     import nbformat
 
-    written = []
-    for path in map(Path, paths):
-        notebook = stripped(execute(path))
-        checked = nbformat.reads(json.dumps(notebook), as_version=4)
-        text = nbformat.writes(checked, indent=1, ensure_ascii=False)
-        plates.write_atomic(path, (text.rstrip("\n") + "\n").encode())
-        written.append(path)
-    return written
+    checked = nbformat.reads(json.dumps(notebook), as_version=4)
+    text = nbformat.writes(checked, indent=1, ensure_ascii=False)
+    plates.write_atomic(path, (text.rstrip("\n") + "\n").encode())
+    return path
 
 
 def stripped(notebook: dict) -> dict:
@@ -559,6 +559,30 @@ def notebooks_command(names, folder="notebooks", again=False, check=False, as_js
         found = folder_problems(folder)
     _print_found(found, len(paths), as_json)
     return 1 if found else 0
+
+
+def run_command(name: str, given: Iterable[str], out: str | Path, folder="notebooks") -> int:
+    """Run one page with parameters ("KEY=VALUE", a value being a Python literal or a text) and
+    write it, outputs and all, to `out`. The committed page stays as it is."""
+    out = Path(out)
+    if not out.parent.is_dir():
+        raise DecodeError(f"{out}: its folder does not exist")
+    (path,) = find([name], folder)
+    if out.exists() and out.samefile(path):
+        raise DecodeError(f"{out} is the page itself; needs another file to write to")
+    params = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise DecodeError(f"parameter {text!r} has no value; needs {key}=VALUE")
+        if key in params:
+            raise DecodeError(f"parameter {key!r} is given twice; needs one value")
+        try:
+            params[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            params[key] = value
+    print(_write(stripped(execute(path, params)), out))
+    return 0
 
 
 def _listed(path: Path) -> dict:

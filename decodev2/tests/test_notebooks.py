@@ -435,6 +435,36 @@ def test_execute_says_what_is_wrong_in_one_line(page_path, params, said):
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
+def test_a_run_with_parameters_writes_beside_the_page(page_path, tmp_path, capsys):
+    def show(notebook):
+        by_id(notebook, "imports")["source"] = ["print(MODE, RUNS)"]
+        del notebook["cells"][3:]
+
+    change(page_path, show)
+    before, out = page_path.read_bytes(), tmp_path / "mine.ipynb"
+    folder = ["--folder", str(page_path.parent)]
+    name = page_path.stem
+    assert (
+        cli.main(["notebooks", name, "-p", "RUNS=5", "-p", "MODE=x y", "-o", str(out), *folder])
+        == 0
+    )
+    assert capsys.readouterr().out.strip() == str(out)
+    assert texts(code_cells(load(out))[2]["outputs"][0]["text"]) == ["x y 5\n"]
+    assert page_path.read_bytes() == before
+    for arguments, said in (
+        ([name, "-p", "RUNS=5"], "a run with parameters needs one page and -o FILE"),
+        ([name, "-p", "RUNS", "-o", str(out)], "parameter 'RUNS' has no value"),
+        ([name, "-p", "RUN=1", "-o", str(out)], "did you mean RUNS?"),
+        ([name, "-p", "RUNS=1", "-p", "RUNS=2", "-o", str(out)], "'RUNS' is given twice"),
+        ([name, "-o", str(page_path)], "is the page itself"),
+        ([name, "-o", str(tmp_path / "no" / "f.ipynb")], "its folder does not exist"),
+    ):
+        assert cli.main(["notebooks", *arguments, *folder]) != 0
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert page_path.read_bytes() == before
+
+
 def test_a_page_without_parameters_takes_none(page_path):
     change(page_path, _untag_parameters)
     with pytest.raises(DecodeError, match="parameter 'MODE' does not exist; there are none"):

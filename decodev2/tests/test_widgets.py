@@ -337,5 +337,21 @@ def test_each_recorded_plate_can_be_walked(name, monkeypatch):
     assert "image/png" in panel.figure()
 
 
+@pytest.mark.skipif(not page.cuda_is_there(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "name, start",
+    [("nr_sweep", {"shape": "k_proj", "nr": "2"}), ("gemv_shapes", {"shape": "q_proj"}),
+     ("fusion", {"op": "qkv"}), ("attention", {"length": "100"})],
+)  # fmt: skip
+def test_run_measures_on_a_gpu(name, start, tmp_path, monkeypatch):
+    made = page.plate(name)
+    monkeypatch.setenv("DECODEV2_RUNS", str(tmp_path))
+    panel = widgets.panel(name, made, **start)
+    panel.runs.value = "3"
+    assert press(panel) == "" and panel.scratch.rows
+    assert all(page.agrees(row, panel.choices) for row in panel.scratch.rows)
+    assert press(panel, "save") == "" and len(plate.plate_paths(tmp_path)) == 1
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
