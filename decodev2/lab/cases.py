@@ -8,7 +8,7 @@ of the weights that together are several times the L2: a decode step finds no we
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,15 @@ def end(read_rate: dict) -> dict:
     """The card of the run, its read rate being the better one of before and after."""
     after = card.measure_read_rate(1, DEVICE)
     return card.card(DEVICE, read_rate=card.faster_read_rate(read_rate, after))
+
+
+def finish(read_rate: dict, rows: list[dict]) -> dict:
+    """`end`, and every row [rows, cols, us, ...] gets its floor, rate and share."""
+    found = end(read_rate)
+    for row in rows:
+        n_bytes = weight_bytes(row["rows"], row["cols"])
+        add_rates(row, n_bytes, found["read_rate"]["gb_s"])
+    return found
 
 
 @functools.cache
@@ -221,6 +230,19 @@ def checked_times(work: Work, rng: np.random.Generator, runs: int) -> Timed:
     seconds = bench.graph_times(lambda i: work.run(i % work.copies, x, y), launches, runs)
     after = _check(work, vector(rng, work.cols), y)
     return Timed(times_row(seconds) | {"error_before": before, "error_after": after}, seconds)
+
+
+def series(
+    ways: Sequence, work_of: Callable[[object], Work], rng: np.random.Generator, runs: int
+) -> tuple[dict, float]:
+    """({way: Timed}, noise band): every way checked and timed, the first one again at the end."""
+    timed: dict = {}
+    for way in [*ways, ways[0]]:
+        made = checked_times(work_of(way), rng, runs)
+        if way in timed:
+            return timed, bench.noise_band(timed[way].seconds, made.seconds)
+        timed[way] = made
+    raise DecodeError("a series needs at least one way")
 
 
 def _check(work: Work, x: torch.Tensor, y: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from ... import ladder, panels, plan
 from ...linear import PLAIN, SWIGLU
-from .. import bench, cases
+from .. import cases
 from ..plate import Measured
 
 TITLE = "Products that share x: apart, fused, or over a concatenated copy"
@@ -83,29 +83,26 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
     rows, noise = [], 0.0
     for index, op in enumerate(ops):
         parts = _parts(op, spec, params["seed"], params["cold_mb"])
-        first = None
-        for how in [*ways, ways[0]]:  # the first one again: the noise band
-            progress(index, len(ops), f"{op}, {how}")
-            work, extra = _work(parts, how)
-            timed = cases.checked_times(work, rng, params["runs"])
-            del work
-            if first and how == ways[0]:
-                noise = max(noise, bench.noise_band(first.seconds, timed.seconds))
-                continue
-            first = first or timed
-            rows.append(
-                {"op": op, "how": how, "launches": LAUNCHES[op, how], "rows": parts.rows,
-                 "cols": parts.cols}
-                | timed.row
-                | {"extra_mb": extra / 1e6, "model_extra_gb": extra * spec.n_layers / 1e9}
-            )  # fmt: skip
-        del parts
+        extra = {}
+
+        def work_of(how, at=index, op=op, parts=parts, extra=extra):
+            progress(at, len(ops), f"{op}, {how}")
+            work, extra[how] = _work(parts, how)
+            return work
+
+        timed, band = cases.series(ways, work_of, rng, params["runs"])
+        noise = max(noise, band)
+        rows += [
+            {"op": op, "how": how, "launches": LAUNCHES[op, how], "rows": parts.rows,
+             "cols": parts.cols}
+            | timed[how].row
+            | {"extra_mb": extra[how] / 1e6, "model_extra_gb": extra[how] * spec.n_layers / 1e9}
+            for how in ways
+        ]  # fmt: skip
+        del parts, work_of
         torch.cuda.empty_cache()
     progress(len(ops), len(ops), "done")
-    card = cases.end(read_rate)
-    for row in rows:
-        n_bytes = cases.weight_bytes(row["rows"], row["cols"])
-        cases.add_rates(row, n_bytes, card["read_rate"]["gb_s"])
+    card = cases.finish(read_rate, rows)
     return Measured(
         columns=COLUMNS,
         rows=rows,

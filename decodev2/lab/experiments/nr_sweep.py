@@ -82,10 +82,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         del w, work
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.end(read_rate)
-    for row in rows:
-        n_bytes = cases.weight_bytes(row["rows"], row["cols"])
-        cases.add_rates(row, n_bytes, card["read_rate"]["gb_s"])
+    card = cases.finish(read_rate, rows)
     return Measured(
         columns=COLUMNS,
         rows=rows,

@@ -8,7 +8,7 @@ import torch
 
 from ... import ladder
 from ...errors import DecodeError
-from .. import bench, cases
+from .. import cases
 from ..plate import Measured
 
 TITLE = "Four warps on a row, and a copy of x: split K and staging"
@@ -69,23 +69,23 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         m, k = SHAPES[shape]
         packed = cases.random_weights((m, k), params["seed"])
         w = cases.row_major(packed, cases.copies_for(packed.nbytes, params["cold_mb"]))
-        first = None
-        for way in [*ways, ways[0]]:  # the first one again: the noise band
-            progress(index, len(shapes), f"{shape}, {WAYS[way]}")
-            timed = cases.checked_times(_work(shape, way, w), rng, params["runs"])
-            if first and way == ways[0]:
-                noise = max(noise, bench.noise_band(first.seconds, timed.seconds))
-                continue
-            first = first or timed
-            row = {"shape": shape, "rows": m, "cols": k, "split_k": way[0], "stage_x": way[1]}
-            rows.append(row | {"x_kb": 4 * k / 1024 if way == STAGED else 0.0} | timed.row)
-        del w
+
+        def work_of(way, at=index, shape=shape, w=w):
+            progress(at, len(shapes), f"{shape}, {WAYS[way]}")
+            return _work(shape, way, w)
+
+        timed, band = cases.series(ways, work_of, rng, params["runs"])
+        noise = max(noise, band)
+        rows += [
+            {"shape": shape, "rows": m, "cols": k, "split_k": way[0], "stage_x": way[1],
+             "x_kb": 4 * k / 1024 if way == STAGED else 0.0}
+            | timed[way].row
+            for way in ways
+        ]  # fmt: skip
+        del w, work_of
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.end(read_rate)
-    for row in rows:
-        n_bytes = cases.weight_bytes(row["rows"], row["cols"])
-        cases.add_rates(row, n_bytes, card["read_rate"]["gb_s"])
+    card = cases.finish(read_rate, rows)
     return Measured(
         columns=COLUMNS,
         rows=rows,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ... import ladder
-from .. import bench, cases
+from .. import cases
 from ..plate import Measured
 
 TITLE = "Where the sixteen levels live: constant, shared, registers, pairs"
@@ -62,30 +62,22 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         count = cases.copies_for(packed.nbytes, params["cold_mb"])
         row_major = cases.row_major(packed, count if set(tables) - {PRODUCTION} else 1)
         panel = cases.panel_matrix(packed, count) if PRODUCTION in tables else []
-        first = None
-        for table in [*tables, tables[0]]:  # the first one again: the noise band
-            progress(index, len(shapes), f"{shape} {table}")
-            work = _work(shape, table, row_major, panel)
-            timed = cases.checked_times(work, rng, params["runs"])
-            if first and table == tables[0]:
-                noise = max(noise, bench.noise_band(first.seconds, timed.seconds))
-                continue
-            first = first or timed
-            row = {
-                "shape": shape,
-                "rows": m,
-                "cols": k,
-                "table": table,
-                "layout": _layout(table, m),
-            }
-            rows.append(row | timed.row)
-        del row_major, panel, work
+
+        def work_of(table, at=index, shape=shape, weights=(row_major, panel)):
+            progress(at, len(shapes), f"{shape} {table}")
+            return _work(shape, table, *weights)
+
+        timed, band = cases.series(tables, work_of, rng, params["runs"])
+        noise = max(noise, band)
+        rows += [
+            {"shape": shape, "rows": m, "cols": k, "table": table, "layout": _layout(table, m)}
+            | timed[table].row
+            for table in tables
+        ]
+        del row_major, panel, work_of
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.end(read_rate)
-    for row in rows:
-        n_bytes = cases.weight_bytes(row["rows"], row["cols"])
-        cases.add_rates(row, n_bytes, card["read_rate"]["gb_s"])
+    card = cases.finish(read_rate, rows)
     return Measured(
         columns=COLUMNS,
         rows=rows,
