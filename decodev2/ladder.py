@@ -80,7 +80,7 @@ def pick_nr(rows: int) -> int:
 
 def gemv(
     x: torch.Tensor,
-    w: RowMajor,
+    w: RowMajor | Sequence[RowMajor],
     y: torch.Tensor,
     table: str = "lut_shared",
     split_k: bool = True,
@@ -91,9 +91,11 @@ def gemv(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     load_bytes: int | None = None,
+    swiglu: bool = False,
 ) -> None:
     """y = W x (+ bias) (+ residual, which may be y). x float32 [cols], y float32 [rows].
 
+    w         one matrix, or up to three of one width in one grid, one after the other in y
     table     where the 16 levels live, one of `TABLES`
     split_k   four warps share the K of a row; else one warp a row
     stage_x   copy all of x into shared memory first (needs split_k); else read it from global
@@ -101,10 +103,29 @@ def gemv(
     nr        rows that share each x they load: 1, 2, 4 or 8; None is `pick_nr`
     norm      [cols]: every CTA finds the RMS of x for itself and norms on the way in
     load_bytes  4 or 16 bytes of codes per load; None chooses by alignment, K and `stage_x`
+    swiglu    w is gate and up, y = silu(gate x) * (up x)
     """
-    _launch(
-        x, [w], y, table=table, split_k=split_k, stage_x=stage_x, nr=nr, norm=norm, eps=eps,
-        bias=bias, residual=residual, load_bytes=load_bytes,
+    w = [w] if isinstance(w, RowMajor) else list(w)
+    _same_width(w)
+    if table not in TABLES:
+        raise DecodeError(f"table is {table!r}, needs one of {', '.join(TABLES)}")
+    if nr is None:
+        nr = pick_nr(y.numel())
+    if nr not in ROWS_SHARING_X:
+        raise DecodeError(f"nr is {nr!r}, needs 1, 2, 4 or 8")
+    if load_bytes not in (None, 4, 16):
+        raise DecodeError(f"load_bytes is {load_bytes!r}, needs 4 or 16")
+    if stage_x and not split_k:
+        raise DecodeError("stage_x needs split_k")
+    if swiglu and (table != "lut_shared" or not split_k or stage_x):
+        raise DecodeError("fused gate_up has only table lut_shared, split_k and no stage_x")
+    if x.numel() != w[0].cols:
+        raise DecodeError(f"x has {x.numel()} elements, the matrix needs {w[0].cols}")
+    if not x.is_cuda:
+        raise DecodeError(f"x is on {x.device}, the GEMV rungs need a CUDA device")
+    native.cuda("ladder_gemv").gemv(
+        x, [p.codes for p in w], [p.scales for p in w], y, swiglu, norm, eps, bias, residual,
+        TABLES.index(table), nr, split_k, stage_x, load_bytes or 0,
     )  # fmt: skip
 
 
@@ -125,11 +146,11 @@ def qkv(
     """
     _refuse(options, "qkv", "residual")
     if _parts(how, QKV_WAYS, w, 3) != "separate":
-        return _launch(x, w, y, bias=bias, **options)
+        return gemv(x, w, y, bias=bias, **options)
     start = 0
     for part in w:
         rows = slice(start, start + part.rows)
-        _launch(x, [part], y[rows], bias=None if bias is None else bias[rows], **options)
+        gemv(x, part, y[rows], bias=None if bias is None else bias[rows], **options)
         start += part.rows
 
 
@@ -151,13 +172,13 @@ def gate_up(
     """
     _refuse(options, "gate_up", "bias", "residual")
     if _parts(how, GATE_UP_WAYS, w, 2) == "fused":
-        return _launch(x, w, y, swiglu=True, **options)
+        return gemv(x, w, y, swiglu=True, **options)
     if scratch is None:
         raise DecodeError(f"gate_up {how} needs scratch of {2 * y.numel()} floats, found none")
     units = y.numel()
     halves = [scratch] if how == "concatenated" else [scratch[:units], scratch[units:]]
     for part, half in zip(w, halves, strict=True):
-        _launch(x, [part], half, **options)
+        gemv(x, part, half, **options)
     native.cuda("ladder_gemv").silu_multiply(scratch, y)
 
 
@@ -222,44 +243,6 @@ def sdpa(
         enable_gqa=True,
     )
     out.copy_(attended.view(1, -1))
-
-
-def _launch(
-    x: torch.Tensor,
-    w: Sequence[RowMajor],
-    y: torch.Tensor,
-    swiglu: bool = False,
-    table: str = "lut_shared",
-    split_k: bool = True,
-    stage_x: bool = False,
-    nr: int | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    load_bytes: int | None = None,
-) -> None:
-    _same_width(w)
-    if table not in TABLES:
-        raise DecodeError(f"table is {table!r}, needs one of {', '.join(TABLES)}")
-    if nr is None:
-        nr = pick_nr(y.numel())
-    if nr not in ROWS_SHARING_X:
-        raise DecodeError(f"nr is {nr!r}, needs 1, 2, 4 or 8")
-    if load_bytes not in (None, 4, 16):
-        raise DecodeError(f"load_bytes is {load_bytes!r}, needs 4 or 16")
-    if stage_x and not split_k:
-        raise DecodeError("stage_x needs split_k")
-    if swiglu and (table != "lut_shared" or not split_k or stage_x):
-        raise DecodeError("fused gate_up has only table lut_shared, split_k and no stage_x")
-    if x.numel() != w[0].cols:
-        raise DecodeError(f"x has {x.numel()} elements, the matrix needs {w[0].cols}")
-    if not x.is_cuda:
-        raise DecodeError(f"x is on {x.device}, the GEMV rungs need a CUDA device")
-    native.cuda("ladder_gemv").gemv(
-        x, [p.codes for p in w], [p.scales for p in w], y, swiglu, norm, eps, bias, residual,
-        TABLES.index(table), nr, split_k, stage_x, load_bytes or 0,
-    )  # fmt: skip
 
 
 def _same_width(parts: Sequence[RowMajor]) -> None:

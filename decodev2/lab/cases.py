@@ -21,8 +21,10 @@ from ..linear import PLAIN, cuda_product
 from ..nf4 import LEVELS, Packed
 from ..panels import PanelLinear
 from ..plan import GROUP
+from ..state import DecodeState
 from ..synth import random_matrix
 from . import bench, card
+from .plate import Measured
 
 DEVICE = "cuda"
 SHAPES = {  # the thirteen of the lab log: rows, columns
@@ -47,6 +49,12 @@ TIME_COLUMNS = [
     {"name": "share", "unit": "%"},
     {"name": "error_before", "unit": "1"},
     {"name": "error_after", "unit": "1"},
+]
+MS_COLUMNS = [
+    {"name": "ms", "unit": "ms"},
+    {"name": "ms_best", "unit": "ms"},
+    {"name": "ms_worst", "unit": "ms"},
+    {"name": "runs", "unit": "runs"},
 ]
 COMMON_PARAMS = {
     "cold_mb": (400, "megabytes of weights in rotation, several times the L2"),
@@ -78,13 +86,16 @@ def end(read_rate: dict) -> dict:
     return card.card(DEVICE, read_rate=card.faster_read_rate(read_rate, after))
 
 
-def finish(read_rate: dict, rows: list[dict]) -> dict:
-    """`end`, and every row [rows, cols, us, ...] gets its floor, rate and share."""
+def finish(
+    read_rate: dict, columns: list[dict], rows: list[dict], verdict: Callable[[], str], notes
+) -> Measured:
+    """What a one-column experiment returns, once every row [rows, cols, us, ...] has its floor,
+    rate and share; `verdict()` is asked after that."""
     found = end(read_rate)
     for row in rows:
         n_bytes = weight_bytes(row["rows"], row["cols"])
         add_rates(row, n_bytes, found["read_rate"]["gb_s"])
-    return found
+    return Measured(columns, rows, verdict(), {"kind": "own"}, notes, found)
 
 
 @functools.cache
@@ -263,6 +274,26 @@ def times_row(seconds: list[float]) -> dict:
     """Median, best, worst [us] and count of samples in seconds."""
     s = bench.stats([t * 1e6 for t in seconds])
     return {"us": s.median, "us_best": s.best, "us_worst": s.worst, "runs": s.runs}
+
+
+def ms_row(seconds: list[float]) -> dict:
+    """The MS_COLUMNS of samples in seconds."""
+    s = bench.stats([t * 1e3 for t in seconds])
+    return {"ms": s.median, "ms_best": s.best, "ms_worst": s.worst, "runs": s.runs}
+
+
+def step_times(
+    live: DecodeState, take: Callable[[], object], position: int, runs: int
+) -> list[float]:
+    """Seconds of `runs` greedy steps at one position, after two to warm up. Going back to the
+    position is not in the time."""
+    seconds = []
+    for index in range(runs + 2):
+        live.position.fill_(position)
+        live.token.fill_(1)
+        taken = bench.event_times(take, 1, 0)
+        seconds += taken if index >= 2 else []
+    return seconds
 
 
 def add_rates(row: dict, n_bytes: float, read_rate: float) -> None:

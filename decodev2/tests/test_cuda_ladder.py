@@ -345,15 +345,15 @@ def test_a_step_of_row_major_products(name, spec, seed):
 def test_the_environment_picks_the_rows_of_a_step(monkeypatch):
     weights = load_weights(build(TINY_LLAMA, 0), "cuda", "rows")
     state, seen = allocate_state(TINY_LLAMA, "cuda", 1), []
-    launch = ladder._launch
-    monkeypatch.setattr(ladder, "_launch", lambda *a, **o: (seen.append(o["nr"]), launch(*a, **o)))
+    launch = ladder.gemv
+    monkeypatch.setattr(ladder, "gemv", lambda *a, **o: (seen.append(o["nr"]), launch(*a, **o)))
     monkeypatch.setenv("CHR_NF4_GEMV_NR", "3")
     with toggles.using(linear="rows"), pytest.raises(DecodeError, match="CHR_NF4_GEMV_NR is '3'"):
         runner.generate(state, weights, PROMPT[:4], 2, chunk=1)
     monkeypatch.setenv("CHR_NF4_GEMV_NR", "8")
     with toggles.using(linear="rows"):
         runner.generate(state, weights, PROMPT[:4], 2, chunk=1)
-    assert set(seen) == {None}  # `_launch` asks `pick_nr`
+    assert set(seen) == {None}  # `gemv` asks `pick_nr`
     assert ladder.pick_nr(64) == 8
 
 

@@ -46,10 +46,7 @@ COLUMNS = [
     {"name": "ok", "unit": ""},
     {"name": "note", "unit": ""},
     {"name": "tokens", "unit": "tokens"},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "tok_s", "unit": "tok/s"},
     {"name": "step_ms", "unit": "ms"},
     {"name": "host_over_window", "unit": "x"},
@@ -128,17 +125,16 @@ def speed_rows(opened, new_tokens: int, runs: int, read_rate: float) -> tuple[li
     nothing = Missing("the window holds decode steps only")
     rows = []
     for gate, seconds in ((HOST, host), (WINDOW, window)):
-        s = bench.stats([t * 1e3 for t in seconds])
+        timed = cases.ms_row(seconds)
         is_host = gate == HOST
-        rows.append({
+        rows.append(timed | {
             "gate": gate, "kernels": KERNELS, "note": "",
             "measured": over - 1 if is_host else 0,
             "limit": HOST_LIMIT if is_host else 0,
             "ok": not is_host or over - 1 <= HOST_LIMIT,
-            "tokens": steps, "ms": s.median, "ms_best": s.best, "ms_worst": s.worst,
-            "runs": s.runs, "tok_s": 1e3 * steps / s.median, "step_ms": s.median / steps,
+            "tokens": steps, "tok_s": 1e3 * steps / timed["ms"], "step_ms": timed["ms"] / steps,
             "host_over_window": over if is_host else Missing("the window is the reference"),
-            "floor_ms": floor, "share": 100 * floor / s.median,
+            "floor_ms": floor, "share": 100 * floor / timed["ms"],
             "prompt_tokens": len(prompt) if is_host else nothing,
             "prompt_ms": 1e3 * bench.stats(prompts).median if is_host else nothing,
         })  # fmt: skip

@@ -50,10 +50,7 @@ DEVICE = "cuda"
 COLUMNS = [
     {"name": "case", "unit": ""},
     {"name": "kernels", "unit": ""},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "tokens", "unit": "tokens"},
     {"name": "tok_s", "unit": "tok/s"},
     {"name": "floor_ms", "unit": "ms"},
@@ -95,7 +92,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
             )
             rows.append(
                 {"case": f"prompt of {n}", "kernels": f"chunks of {params['chunk']}", "tokens": n}
-                | _times(times)
+                | cases.ms_row(times)
             )
     progress(total, total, "done")
     read_rate = card.faster_read_rate(read_rate, card.measure_read_rate(1, "cuda"))
@@ -199,23 +196,11 @@ def _step_rows(name: str, run, live, positions: list[int], runs: int) -> list[di
     rows = []
     for position in positions:
         state.reset(live)
-
-        def at_position(position=position) -> None:
-            live.position.fill_(position)
-            live.token.fill_(1)
-
-        times = []
-        for index in range(runs + 2):
-            at_position()
-            seconds = bench.event_times(run, 1, 0)
-            times += seconds if index >= 2 else []
-        rows.append({"case": f"step at {position}", "kernels": name, "tokens": 1} | _times(times))
+        times = cases.step_times(live, run, position, runs)
+        rows.append(
+            {"case": f"step at {position}", "kernels": name, "tokens": 1} | cases.ms_row(times)
+        )
     return rows
-
-
-def _times(seconds: list[float]) -> dict:
-    s = bench.stats([t * 1e3 for t in seconds])
-    return {"ms": s.median, "ms_best": s.best, "ms_worst": s.worst, "runs": s.runs}
 
 
 def _verdict(rows: list[dict], noise: float) -> str:

@@ -102,18 +102,11 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         del parts, work_of
         torch.cuda.empty_cache()
     progress(len(ops), len(ops), "done")
-    card = cases.finish(read_rate, rows)
-    return Measured(
-        columns=COLUMNS,
-        rows=rows,
-        verdict=_verdict(rows, noise),
-        card=card,
-        notes=[
-            cases.noise_note(noise, f"{ways[0]} of each op"),
-            f"model_extra_gb is extra_mb over {spec.n_layers} layers of {spec.name}.",
-        ],
-        figure={"kind": "own"},
-    )
+    notes = [
+        cases.noise_note(noise, f"{ways[0]} of each op"),
+        f"model_extra_gb is extra_mb over {spec.n_layers} layers of {spec.name}.",
+    ]
+    return cases.finish(read_rate, COLUMNS, rows, lambda: _verdict(rows, noise), notes)
 
 
 def _parts(op: str, spec: plan.ArchSpec, seed: int, cold_mb: int) -> Parts:

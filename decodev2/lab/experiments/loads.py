@@ -10,7 +10,7 @@ import torch
 
 from ... import graph, load, native, plan, runner, state, synth, toggles
 from ...errors import DecodeError
-from .. import bench, card
+from .. import card, cases
 from ..plate import Measured
 
 TITLE = "Real shapes on the card: memory, loading, steps that repeat"
@@ -42,10 +42,7 @@ COLUMNS = [
     {"name": "load_s", "unit": "s"},
     {"name": "ids_that_differ", "unit": "ids"},
     {"name": "distinct_ids", "unit": "ids"},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "floor_ms", "unit": "ms"},
     {"name": "share", "unit": "%"},
 ]
@@ -131,11 +128,7 @@ def _row(spec, params: dict, read_rate: float) -> dict:
     # Memory that belongs to no tensor of ours counts too; a graph's pool would be in it.
     allocated = torch.cuda.memory_allocated() - before
     held = weights.nbytes + live.nbytes
-    times = []
-    for index in range(params["runs"] + 2):
-        live.position.fill_(100)  # not in the time
-        times += bench.event_times(replay, 1, 0) if index >= 2 else []
-    s = bench.stats([t * 1e3 for t in times])
+    times = cases.ms_row(cases.step_times(live, replay, 100, params["runs"]))
     floor = weights.bytes_per_token / read_rate * 1e-6
     return {
         "packed_gb": weights.nbytes / 1e9,
@@ -146,13 +139,9 @@ def _row(spec, params: dict, read_rate: float) -> dict:
         "load_s": load_s,
         "ids_that_differ": sum(a != b for a, b in zip(first, second, strict=True)),
         "distinct_ids": len(set(first)),
-        "ms": s.median,
-        "ms_best": s.best,
-        "ms_worst": s.worst,
-        "runs": s.runs,
         "floor_ms": floor,
-        "share": 100 * floor / s.median,
-    }
+        "share": 100 * floor / times["ms"],
+    } | times
 
 
 def _verdict(rows: list[dict]) -> str:

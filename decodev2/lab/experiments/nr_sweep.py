@@ -82,18 +82,11 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         del w, work
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.finish(read_rate, rows)
-    return Measured(
-        columns=COLUMNS,
-        rows=rows,
-        verdict=_verdict(rows, noise),
-        card=card,
-        notes=[
-            cases.noise_note(noise, "the production GEMV on each shape"),
-            "picked marks the NR that the rule by size takes; it is the same for every table.",
-        ],
-        figure={"kind": "own"},
-    )
+    notes = [
+        cases.noise_note(noise, "the production GEMV on each shape"),
+        "picked marks the NR that the rule by size takes; it is the same for every table.",
+    ]
+    return cases.finish(read_rate, COLUMNS, rows, lambda: _verdict(rows, noise), notes)
 
 
 def _work(shape: str, table: str, nr: int, w: list) -> cases.Work:

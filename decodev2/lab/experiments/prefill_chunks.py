@@ -51,10 +51,7 @@ COLUMNS = [
     {"name": "prompt", "unit": "tokens"},
     {"name": "chunk", "unit": "columns"},
     {"name": "passes", "unit": "1"},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "host_ms", "unit": "ms"},
     {"name": "tokens", "unit": "tokens"},
     {"name": "tok_s", "unit": "tok/s"},
@@ -110,11 +107,8 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
                         again, _ = _times(live, weights, ids[n][0], c, params["runs"])
                         noise = max(noise, bench.noise_band(times, again))
                     row["error_after"] = _error(live, weights, ids[n][1], logits[1], c)
-                s = bench.stats([t * 1e3 for t in times])
-                row |= {
-                    "ms": s.median, "ms_best": s.best, "ms_worst": s.worst, "runs": s.runs,
-                    "host_ms": host * 1e3, "tokens": n, "tok_s": n / s.median * 1e3,
-                }  # fmt: skip
+                row |= cases.ms_row(times)
+                row |= {"host_ms": host * 1e3, "tokens": n, "tok_s": n / row["ms"] * 1e3}
                 rows.append(row)
             del live
         torch.cuda.empty_cache()

@@ -87,18 +87,11 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
             del w, work, plain
             torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.finish(read_rate, rows)
-    return Measured(
-        columns=COLUMNS,
-        rows=rows,
-        verdict=_verdict(rows, noise),
-        card=card,
-        notes=[
-            cases.noise_note(noise, "the product alone, by kernel and shape,"),
-            "product_us is the product of x as it is, without a norm.",
-        ],
-        figure={"kind": "own"},
-    )
+    notes = [
+        cases.noise_note(noise, "the product alone, by kernel and shape,"),
+        "product_us is the product of x as it is, without a norm.",
+    ]
+    return cases.finish(read_rate, COLUMNS, rows, lambda: _verdict(rows, noise), notes)
 
 
 def _work(

@@ -85,19 +85,12 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         del w, work_of
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.finish(read_rate, rows)
-    return Measured(
-        columns=COLUMNS,
-        rows=rows,
-        verdict=_verdict(rows, noise),
-        card=card,
-        notes=[
-            cases.noise_note(noise, f"{WAYS[ways[0]]} on each shape"),
-            "x_kb is the copy of x that every CTA makes (1 KB = 1024 bytes). With x staged and at "
-            "least 4,096 columns a lane loads 16 bytes of codes at once, else 4.",
-        ],
-        figure={"kind": "own"},
-    )
+    notes = [
+        cases.noise_note(noise, f"{WAYS[ways[0]]} on each shape"),
+        "x_kb is the copy of x that every CTA makes (1 KB = 1024 bytes). With x staged and at "
+        "least 4,096 columns a lane loads 16 bytes of codes at once, else 4.",
+    ]
+    return cases.finish(read_rate, COLUMNS, rows, lambda: _verdict(rows, noise), notes)
 
 
 def _ways(params: dict) -> list[tuple[str, str]]:

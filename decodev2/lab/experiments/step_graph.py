@@ -47,10 +47,7 @@ OLD_MS = {  # RTX 3080
 COLUMNS = [
     {"name": "linear", "unit": ""},
     {"name": "how", "unit": ""},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "floor_ms", "unit": "ms"},
     {"name": "share", "unit": "%"},
     {"name": "ids_before", "unit": ""},
@@ -83,13 +80,12 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
                 times = _times(live, take, params["runs"])
                 noise = max(noise, bench.noise_band(times, _times(live, take, params["runs"])))
                 after = _ids(model, live, weights, take, PROMPTS[1], name)
-            s = bench.stats([t * 1e3 for t in times])
             rows.append(
                 {
-                    "linear": linear, "how": how, "ms": s.median, "ms_best": s.best,
-                    "ms_worst": s.worst, "runs": s.runs, "ids_before": before, "ids_after": after,
+                    "linear": linear, "how": how, "ids_before": before, "ids_after": after,
                     "old_ms": OLD_MS[linear, how],
                 }
+                | cases.ms_row(times)
             )  # fmt: skip
     progress(total, total, "done")
     made = cases.end(read_rate)

@@ -10,7 +10,7 @@ import torch
 
 from ... import gates, graph, load, native, oracle, plan, runner, state, synth, toggles
 from ...errors import DecodeError
-from .. import bench, card
+from .. import bench, card, cases
 from ..plate import Measured, Missing
 
 TITLE = "The ladder: one greedy step of the 3B shape, rung by rung"
@@ -95,10 +95,7 @@ COLUMNS = [
     {"name": "log", "unit": ""},
     {"name": "idea", "unit": ""},
     {"name": "tokens", "unit": "tokens"},
-    {"name": "ms", "unit": "ms"},
-    {"name": "ms_best", "unit": "ms"},
-    {"name": "ms_worst", "unit": "ms"},
-    {"name": "runs", "unit": "runs"},
+    *cases.MS_COLUMNS,
     {"name": "tok_s", "unit": "tok/s"},
     {"name": "floor_ms", "unit": "ms"},
     {"name": "share", "unit": "%"},
@@ -160,13 +157,13 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         with toggles.using(**rung.switches):
             wrong = _ids_wrong(models.small, weights["small"], small)
             replay = graph.capture(live, weights["big"]).replay
-            times = _times(live, replay, params["position"], params["runs"])
+            times = cases.step_times(live, replay, params["position"], params["runs"])
             wrong += _ids_wrong(models.small, weights["small"], small)
         rows.append({"rung": name} | _row(rung, weights["big"], times, wrong, read_rate["gb_s"]))
         del replay
     with toggles.using(**RUNGS[names[-1]].switches):  # the last rung again: the noise band
         replay = graph.capture(live, weights["big"]).replay
-        again = _times(live, replay, params["position"], params["runs"])
+        again = cases.step_times(live, replay, params["position"], params["runs"])
     noise = abs(bench.stats(again).median * 1e3 / rows[-1]["ms"] - 1)
     progress(len(names), len(names), "done")
     return Measured(
@@ -238,32 +235,18 @@ def _ids_wrong(model, weights, live) -> int:
     return sum(token_id != row.argmax() for token_id, row in zip(found, logits, strict=True))
 
 
-def _times(live, replay, position: int, runs: int) -> list[float]:
-    state.reset(live)
-    times = []
-    for index in range(runs + 2):
-        live.position.fill_(position)
-        live.token.fill_(1)
-        times += bench.event_times(replay, 1, 0) if index >= 2 else []
-    return times
-
-
 def _row(rung: Rung, weights, times: list[float], wrong: int, read_rate: float) -> dict:
-    s = bench.stats([t * 1e3 for t in times])
+    timed = cases.ms_row(times)
     floor = weights.bytes_per_token / read_rate * 1e-6
     joined = [layer.qkv[0].nbytes + layer.gate_up[0].nbytes for layer in weights.layers
               if rung.concatenated]  # fmt: skip
-    return {
+    return timed | {
         "log": rung.log,
         "idea": rung.idea,
         "tokens": 1,
-        "ms": s.median,
-        "ms_best": s.best,
-        "ms_worst": s.worst,
-        "runs": s.runs,
-        "tok_s": 1e3 / s.median,
+        "tok_s": 1e3 / timed["ms"],
         "floor_ms": floor,
-        "share": 100 * floor / s.median,
+        "share": 100 * floor / timed["ms"],
         "ids_wrong": wrong,
         "extra_gb": sum(joined) / 1e9,
         "old_card_tok_s": rung.old_tok_s or Missing("the lab log has no whole-step figure"),

@@ -98,8 +98,8 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         for position in positions:
             progress(done, total, f"whole graph at {position}")
             before = _check(live, weights, captured, position, 11)
-            whole = _graph_times(live, captured, position, params["runs"])
-            again = _graph_times(live, captured, position, params["runs"])
+            whole = cases.step_times(live, captured.replay, position, params["runs"])
+            again = cases.step_times(live, captured.replay, position, params["runs"])
             noise = max(noise, bench.noise_band(whole, again))
             parts, here = parts_of(live, weights, position), []
             for op in timed:
@@ -171,16 +171,6 @@ def _nbytes(w) -> int:
 def _at(live: DecodeState, position: int, token: int) -> None:
     live.position.fill_(position)
     live.token.fill_(token)
-
-
-def _graph_times(live: DecodeState, captured, position: int, runs: int) -> list[float]:
-    seconds = []
-    for index in range(runs + 2):
-        _at(live, position, 1)
-        torch.cuda.synchronize()
-        taken = bench.event_times(captured.replay, 1, 0)
-        seconds += taken if index >= 2 else []
-    return seconds
 
 
 def _check(live, weights, captured, position: int, token: int) -> float:

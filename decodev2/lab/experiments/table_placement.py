@@ -77,18 +77,11 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         del row_major, panel, work_of
         torch.cuda.empty_cache()
     progress(len(shapes), len(shapes), "done")
-    card = cases.finish(read_rate, rows)
-    return Measured(
-        columns=COLUMNS,
-        rows=rows,
-        verdict=_verdict(rows, noise),
-        card=card,
-        notes=[
-            cases.noise_note(noise, f"{tables[0]} on each shape"),
-            "The log moved the table and split K in one go; here K is split for every table.",
-        ],
-        figure={"kind": "own"},
-    )
+    notes = [
+        cases.noise_note(noise, f"{tables[0]} on each shape"),
+        "The log moved the table and split K in one go; here K is split for every table.",
+    ]
+    return cases.finish(read_rate, COLUMNS, rows, lambda: _verdict(rows, noise), notes)
 
 
 def _work(shape: str, table: str, row_major: list, panel: list) -> cases.Work:
