@@ -46,7 +46,8 @@ class Toggles:
         if name not in CHOICES:
             raise DecodeError(f"toggle {name!r} is unknown; there are {', '.join(CHOICES)}")
         if value not in CHOICES[name]:
-            raise DecodeError(f"{name} is {value!r}, needs one of {CHOICES[name]}")
+            known = ", ".join(map(str, CHOICES[name]))
+            raise DecodeError(f"{name} is {value!r}, needs one of {known}")
         setattr(self, name, value)
 
 
@@ -54,6 +55,9 @@ def _from_environment() -> Toggles:
     chosen = Toggles()
     backend = os.environ.get("CHR_NF4_DECODE")
     if backend:
+        if backend not in CHOICES["linear"]:
+            known = ", ".join(CHOICES["linear"])
+            raise DecodeError(f"CHR_NF4_DECODE is {backend!r}, needs one of {known}")
         chosen.set("linear", backend)
     return chosen
 
