@@ -8,19 +8,25 @@ namespace decodev2 {
 
 // ---- nf4_gemv.cu: one column -------------------------------------------------------------------------
 
+constexpr float kActScale = 1.0f / 16;  // half then holds 16 times its range; its smallest step is 2^-20
+
 enum class GemvKind { kPlain, kSwiglu, kHead };
 enum class GemvVariant { kDirect = 0, kRing8x2 = 1, kRing16x4 = 2, kRing16x3 = 3 };
 
 struct GemvArguments {
   const uint8_t* panels;      // [tiles][groups * 544 B], nf4.cuh
-  const float* x;             // [cols]
+  const float* x;             // [cols]; not read with x_half
+  const uint8_t* x_half;      // or null: x times kActScale as half in fragment order, [groups * 128 B]
   float* y;                   // [rows]
+  uint8_t* y_half;            // swiglu, or null: y once more, for the x_half of the next product
   const float* norm_weight;   // [cols] or null: x is normed on the way in
   const float* bias;          // [rows] or null
   const float* residual;      // [rows] or null; may be y
   float* candidate_values;    // head: [candidates], the best logit of each CTA
   int* candidate_ids;         // head: [candidates], its row, or -1
   int candidates;             // head: slots, at least 2 per multiprocessor
+  float* shared_sums;         // or null: [tiles][2][16], for tiles between two CTAs
+  uint32_t* shared_counters;  // or null: [tiles], zero once after allocation; with them CTAs share panels, not tiles
   float eps;                  // of the norm
   int rows;                   // output rows; for swiglu: units
   int cols;                   // K
@@ -36,6 +42,8 @@ struct GemvPlan {
 
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
 int gemv_shared_bytes(GemvVariant variant, int groups);
+// Would equal ranges of panels be faster than whole tiles? Then the call needs shared_sums and shared_counters.
+bool gemv_shares_tiles(GemvKind kind, int groups, int tiles, const GemvPlan& plan);
 cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream);
 // One grid over the rows of q, k and v, stacked in one panel matrix, their bias added inside.
 cudaError_t chr_nf4_gemv_qkv(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream);

@@ -4,7 +4,8 @@
 //           swiglu  y[u]  = silu(gate row u . x) * (up row u . x)
 //           head    logits[r] = W[r] . x, and one (value, id) candidate per CTA for the argmax
 //           x may be normed on the way in: x * rsqrt(mean(x^2) + eps) * norm_weight
-// Owns      A CTA owns whole 16-row tiles. Its consumer warps take the tiles' panels in turn; one reducer warp
+// Owns      A CTA owns whole 16-row tiles, or, where tiles would not share out evenly, an equal range of panels: a
+//           tile between two CTAs is finished by the one that comes last. Its consumer warps take the tiles' panels in turn; one reducer warp
 //           adds the partial sums of a tile in panel order (same bits every run) and runs the epilogue.
 // Grid      min(tiles, CTAs that fit the card); block (kWarps + 2) * 32: consumers, producer, reducer
 // Shared    64 KB pair table | x as half, fragment order | ring of stages (kWarps panels each) | partials | barriers
@@ -13,6 +14,7 @@
 // Floor     rows * K_pad * 17 / 32 bytes (4.25 bits per weight) at the card's read rate
 // Variants  direct  every warp loads its panels from global memory into registers; any architecture
 //           ring    bulk copies into a ring of shared memory by one producer lane; sm_90 and newer
+#include "device.cuh"
 #include "launch.h"
 #include "nf4.cuh"
 
@@ -40,17 +42,71 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+constexpr int kKept = 4;  // quads of x, and of the norm's weight, that a thread keeps in registers
+
+// The part of the norm's weight that a thread keeps: a constant, on its way before x is there.
+struct NormWeight {
+  float4 quad[kKept];
+};
+
+__device__ __forceinline__ NormWeight load_norm_weight(const GemvArguments& a, int thread, int threads) {
+  NormWeight weight;
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int q = thread + i * threads;
+    if (a.norm_weight && q < a.cols / 4) {
+      const uint4 bits = load_weights_16(a.norm_weight + 4 * q);  // volatile: stays ahead of the wait
+      weight.quad[i] = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                                   __uint_as_float(bits.w));
+    }
+  }
+  return weight;
+}
+
+// half2 `pair` (k = 2 pair, 2 pair + 1) of x in fragment order; inside a block k = 16 m + 8 h + 2 t
+__device__ __forceinline__ int fragment_offset(int pair) {
+  const int block = pair >> 5, m = pair >> 3 & 3, h = pair >> 2 & 1, t = pair & 3;
+  return block * 128 + (m >> 1) * 64 + t * 16 + (m & 1) * 8 + h * 4;
+}
+
+__device__ __forceinline__ void store_pair(uint8_t* x_shared, int pair, float low, float high) {
+  *reinterpret_cast<half2*>(x_shared + fragment_offset(pair)) = __floats2half2_rn(low, high);
+}
+
+__device__ __forceinline__ float accumulate(float local, float4 v, bool squares) {
+  return squares ? local + v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w
+                 : fmaxf(fmaxf(fmaxf(local, fabsf(v.x)), fmaxf(fabsf(v.y), fabsf(v.z))), fabsf(v.w));
+}
+
+// x that a product before left as half fragments, scaled by kActScale.
+__device__ float stage_half(const GemvArguments& a, uint8_t* x_shared, int thread, int threads) {
+  const int live = a.groups * 8, padded = (a.groups + kPanelBlocks - 1) / kPanelBlocks * kPanelBlocks * 8;
+  for (int i = thread; i < padded; i += threads)
+    reinterpret_cast<uint4*>(x_shared)[i] =
+        i < live ? reinterpret_cast<const uint4*>(a.x_half)[i] : make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  return 1.0f / kActScale;
+}
+
 // Writes x [K] as half fragments (zero up to whole panels) and returns the factor that undoes its scaling.
-// All threads of the CTA call it; it ends with a barrier.
-__device__ float stage_x(const GemvArguments& a, uint8_t* x_shared, float* scratch, int thread, int threads) {
+// All threads of the CTA call it; it waits for the kernels before and ends with a barrier.
+__device__ float stage_x(const GemvArguments& a, const NormWeight& weight, uint8_t* x_shared, float* scratch,
+                         int thread, int threads) {
+  wait_for_predecessors();
+  if (a.x_half) return stage_half(a, x_shared, thread, threads);
   const bool norm = a.norm_weight != nullptr;
   const int quads = a.cols / 4, rest = a.cols - quads * 4;
+  float4 kept[kKept];
   float local = 0.0f;
-  for (int i = thread; i < quads; i += threads) {
-    const float4 v = reinterpret_cast<const float4*>(a.x)[i];
-    local = norm ? local + v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w
-                 : fmaxf(fmaxf(fmaxf(local, fabsf(v.x)), fmaxf(fabsf(v.y), fabsf(v.z))), fabsf(v.w));
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int q = thread + i * threads;
+    kept[i] = q < quads ? reinterpret_cast<const float4*>(a.x)[q] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) local = accumulate(local, kept[i], norm);
+  for (int q = thread + kKept * threads; q < quads; q += threads)
+    local = accumulate(local, reinterpret_cast<const float4*>(a.x)[q], norm);
   if (thread < rest) {
     const float v = a.x[quads * 4 + thread];
     local = norm ? local + v * v : fmaxf(local, fabsf(v));
@@ -62,19 +118,28 @@ __device__ float stage_x(const GemvArguments& a, uint8_t* x_shared, float* scrat
   for (int w = 0; w < threads / 32; ++w) total = norm ? total + scratch[w] : fmaxf(total, scratch[w]);
   const float factor = norm ? rsqrtf(total / static_cast<float>(a.cols) + a.eps) : power_of_two_scale(total);
 
-  // half2 i covers k = 2 i, 2 i + 1; inside a block k = 16 m + 8 h + 2 t
+  const auto store_quad = [&](int q, float4 x, float4 w) {
+    if (norm) x = make_float4(x.x * factor * w.x, x.y * factor * w.y, x.z * factor * w.z, x.w * factor * w.w);
+    else x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+    store_pair(x_shared, 2 * q, x.x, x.y);
+    store_pair(x_shared, 2 * q + 1, x.z, x.w);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int q = thread + i * threads;
+    if (q < quads) store_quad(q, kept[i], weight.quad[i]);
+  }
+  for (int q = thread + kKept * threads; q < quads; q += threads)
+    store_quad(q, reinterpret_cast<const float4*>(a.x)[q],
+               norm ? reinterpret_cast<const float4*>(a.norm_weight)[q] : make_float4(1.0f, 1.0f, 1.0f, 1.0f));
   const int pairs = (a.groups + kPanelBlocks - 1) / kPanelBlocks * kPanelBlocks * (kGroup / 2);
-  for (int i = thread; i < pairs; i += threads) {
-    const int k = 2 * i;
-    float lo = k < a.cols ? a.x[k] * factor : 0.0f;
-    float hi = k + 1 < a.cols ? a.x[k + 1] * factor : 0.0f;
-    if (norm) {
-      lo = k < a.cols ? lo * a.norm_weight[k] : 0.0f;
-      hi = k + 1 < a.cols ? hi * a.norm_weight[k + 1] : 0.0f;
+  for (int pair = 2 * quads + thread; pair < pairs; pair += threads) {  // what is left, and zeros
+    float x[2];
+    for (int e = 0; e < 2; ++e) {
+      const int k = 2 * pair + e;
+      x[e] = k < a.cols ? a.x[k] * factor * (norm ? a.norm_weight[k] : 1.0f) : 0.0f;
     }
-    const int block = i >> 5, m = (i >> 3) & 3, h = (i >> 2) & 1, t = i & 3;
-    *reinterpret_cast<half2*>(x_shared + block * 128 + (m >> 1) * 64 + t * 16 + (m & 1) * 8 + h * 4) =
-        __floats2half2_rn(lo, hi);
+    store_pair(x_shared, pair, x[0], x[1]);
   }
   __syncthreads();
   return norm ? 1.0f : 1.0f / factor;
@@ -139,18 +204,34 @@ struct Best {
 
 __device__ __forceinline__ float silu(float g) { return g / (1.0f + __expf(-g)); }
 
+// What the epilogue adds to this lane's row of a tile. Asked for when the tile begins: it is there when the sums are.
 template <GemvKind kKind>
-__device__ __forceinline__ void finish_tile(const GemvArguments& a, int tile, int lane, float sum, Best& best) {
+__device__ __forceinline__ float addend(const GemvArguments& a, int tile, int lane) {
+  const int row = tile * kTileRows + lane;
+  if (kKind == GemvKind::kSwiglu || lane >= kTileRows || row >= a.rows) return 0.0f;
+  return (a.bias ? a.bias[row] : 0.0f) + (a.residual ? a.residual[row] : 0.0f);
+}
+
+template <GemvKind kKind>
+__device__ __forceinline__ void finish_tile(const GemvArguments& a, int tile, int lane, float sum, float added,
+                                            Best& best) {
   if (kKind == GemvKind::kSwiglu) {
     const float up = __shfl_down_sync(~0u, sum, 8);
     const int unit = tile * 8 + lane;
-    if (lane < 8 && unit < a.rows) a.y[unit] = silu(sum) * up;
+    const float act = silu(sum) * up;
+    if (lane < 8 && unit < a.rows) a.y[unit] = act;
+    if (a.y_half) {
+      const float next = __shfl_down_sync(~0u, act, 1);
+      if (lane < 8 && (lane & 1) == 0) {  // units beyond the last have no weights: 0
+        const half2 pair = __floats2half2_rn(act * kActScale, next * kActScale);
+        *reinterpret_cast<half2*>(a.y_half + fragment_offset(tile * 4 + lane / 2)) = pair;
+      }
+    }
     return;
   }
   const int row = tile * kTileRows + lane;
   if (lane >= kTileRows || row >= a.rows) return;
-  if (a.bias) sum += a.bias[row];
-  if (a.residual) sum += a.residual[row];
+  sum += added;
   a.y[row] = sum;
   if (kKind == GemvKind::kHead && sum > best.value) best = {sum, row};  // rows ascend: lowest id wins a tie
 }
@@ -173,31 +254,48 @@ __device__ __forceinline__ void finish_cta(const GemvArguments& a, int lane, Bes
   }
 }
 
-struct TileRange {
+struct Range {
   int begin, end;
 };
 
-__device__ __forceinline__ TileRange my_tiles(int tiles) {
-  return {static_cast<int>(static_cast<int64_t>(tiles) * blockIdx.x / gridDim.x),
-          static_cast<int>(static_cast<int64_t>(tiles) * (blockIdx.x + 1) / gridDim.x)};
+// This CTA's share of `units` tiles or panels.
+__device__ __forceinline__ Range my_share(int units) {
+  return {static_cast<int>(static_cast<int64_t>(units) * blockIdx.x / gridDim.x),
+          static_cast<int>(static_cast<int64_t>(units) * (blockIdx.x + 1) / gridDim.x)};
+}
+
+// A tile whose panels end in one CTA and begin in the one before it: both leave their sums, the one that comes last
+// adds them in the order of the panels (same bits every run) and finishes the tile. By one whole warp.
+template <GemvKind kKind>
+__device__ __forceinline__ void finish_shared_tile(const GemvArguments& a, int tile, bool is_end, int lane, float sum,
+                                                   float unscale, float added, Best& best) {
+  float* sums = a.shared_sums + tile * 2 * kTileRows;
+  if (lane < kTileRows) __stcg(sums + is_end * kTileRows + lane, sum);
+  __syncwarp();
+  int last = 0;
+  if (lane == 0) last = comes_last(a.shared_counters + tile, 2);
+  if (!__shfl_sync(~0u, last, 0)) return;
+  const int row = lane & (kTileRows - 1);
+  const float whole = __ldcg(sums + row) + __ldcg(sums + kTileRows + row);
+  finish_tile<kKind>(a, tile, lane, whole * unscale, added, best);
 }
 
 // ---- direct: panels straight into registers -----------------------------------------------------------
 
 template <GemvKind kKind, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32) gemv_direct(const GemvArguments a) {
+__global__ void __launch_bounds__(kWarps * 32, 1) gemv_direct(const GemvArguments a) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const int panels = (a.groups + kPanelBlocks - 1) / kPanelBlocks;
   uint8_t* x_shared = shared + kTableBytes;
   float* partials = reinterpret_cast<float*>(x_shared + panels * 512);  // [2][kWarps][16], then scratch
-  const TileRange range = my_tiles(a.tiles);
+  const Range range = my_share(a.tiles);
   const int64_t tile_bytes = static_cast<int64_t>(a.groups) * kBlockBytes;
 
   let_dependents_launch();
+  const NormWeight weight = load_norm_weight(a, thread, kWarps * 32);
   build_pair_table(shared, thread, kWarps * 32);
-  wait_for_predecessors();
-  const float unscale = stage_x(a, x_shared, partials, thread, kWarps * 32);
+  const float unscale = stage_x(a, weight, x_shared, partials, thread, kWarps * 32);
 
   const uint32_t table = shared_address(shared), x_address = shared_address(x_shared);
   const uint32_t lane4 = opaque(lane * 4);
@@ -218,6 +316,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_direct(const GemvArguments a
   uint4 x[2] = {};
   int buffer = 0;
   for (int tile = range.begin; tile < range.end; ++tile, buffer ^= 1) {
+    const float added = warp == 0 ? addend<kKind>(a, tile, lane) : 0.0f;
     float row_g = 0.0f, row_g8 = 0.0f;
     for (int panel = warp; panel < panels; panel += kWarps) {
       const PanelWords p = load_panel(tile, panel);
@@ -235,7 +334,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_direct(const GemvArguments a
     if (warp == 0) {
       float sum = 0.0f;
       for (int w = 0; w < min(kWarps, panels); ++w) sum += partials[(buffer * kWarps + w) * kTileRows + (lane & 15)];
-      finish_tile<kKind>(a, tile, lane, sum * unscale, best);
+      finish_tile<kKind>(a, tile, lane, sum * unscale, added, best);
     }
   }
   if (warp == 0) finish_cta<kKind>(a, lane, best);
@@ -279,11 +378,14 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
   const uint32_t empty = summed + kStages * 8;                    // its sums are read: refill
   float* scratch = reinterpret_cast<float*>(shared + R::bytes(panels) - R::kScratch);
 
-  const TileRange range = my_tiles(a.tiles);
-  const int total = (range.end - range.begin) * panels;  // panels of this CTA, in stream order
+  const bool by_panels = a.shared_counters != nullptr;  // else by whole tiles
+  const Range range = my_share(by_panels ? a.tiles * panels : a.tiles);  // panels are shared out or tiles
+  const int from_panel = by_panels ? range.begin % panels : 0, from_tile = by_panels ? range.begin / panels : range.begin;
+  const int total = (range.end - range.begin) * (by_panels ? 1 : panels);  // panels of this CTA, in stream order
   const int stages = (total + kWarps - 1) / kWarps;
-  const uint8_t* stream = a.panels + static_cast<int64_t>(range.begin) * tile_bytes;
+  const uint8_t* stream = a.panels + static_cast<int64_t>(from_tile) * tile_bytes;
   const auto offset_of = [&](int panel) {  // in the stream; a tile's last panel may be narrow
+    panel += from_panel;
     return static_cast<int64_t>(panel / panels) * tile_bytes + panel % panels * kPanelBytes;
   };
   const auto issue = [&](int stage, int slot, uint64_t policy) {
@@ -304,9 +406,9 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
     for (int s = 0; s < min(kStages, stages); ++s) issue(s, s, policy);
   }
   let_dependents_launch();
+  const NormWeight weight = load_norm_weight(a, thread, kThreads);
   build_pair_table(shared, thread, kThreads);
-  wait_for_predecessors();
-  const float unscale = stage_x(a, x_shared, scratch, thread, kThreads);
+  const float unscale = stage_x(a, weight, x_shared, scratch, thread, kThreads);
 
   if (warp == kWarps) {  // producer
     if (lane == 0) {
@@ -323,7 +425,9 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
   if (warp == kWarps + 1) {  // reducer: lanes 0..15 take even panels of row `lane`, 16..31 odd ones
     Best best = {-INFINITY, -1};
     float sum = 0.0f;
-    int slot = 0, phase = 0, in_tile = 0, tile = range.begin;
+    int slot = 0, phase = 0, in_tile = from_panel, tile = from_tile;
+    bool from_middle = from_panel != 0;  // the CTA before has the tile's first panels
+    float added = total ? addend<kKind>(a, tile, lane) : 0.0f;
     for (int s = 0; s < stages; ++s) {
       barrier_wait(summed + slot * 8, phase);
       const int count = min(kWarps, total - s * kWarps);
@@ -335,15 +439,23 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
         in_tile += run;
         if (in_tile == panels) {
           sum += __shfl_xor_sync(~0u, sum, 16);
-          finish_tile<kKind>(a, tile, lane, sum * unscale, best);
+          if (from_middle)
+            finish_shared_tile<kKind>(a, tile, true, lane, sum, unscale, added, best);
+          else
+            finish_tile<kKind>(a, tile, lane, sum * unscale, added, best);
           sum = 0.0f;
           in_tile = 0;
-          ++tile;
+          from_middle = false;
+          if (++tile < a.tiles) added = addend<kKind>(a, tile, lane);
         }
       }
       __syncwarp();
       if (lane < kArrivals) barrier_arrive(empty + slot * 8);
       if (++slot == kStages) slot = 0, phase ^= 1;
+    }
+    if (in_tile != 0 && total) {  // the CTA behind has the tile's last panels
+      sum += __shfl_xor_sync(~0u, sum, 16);
+      finish_shared_tile<kKind>(a, tile, false, lane, sum, unscale, added, best);
     }
     finish_cta<kKind>(a, lane, best);
     return;
@@ -356,8 +468,8 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const Gem
   const uint32_t full_scales = opaque(kPanelBlocks * kBlockCodes + g * 8 + (t & 1) * 4);
   const int tail = a.groups % kPanelBlocks;  // blocks of a narrow last panel, 0 when there is none
   uint4 x[2] = {};
-  int panel = warp % panels, tiles_ahead = warp / panels;  // of this warp's panel, from the stage's first tile
-  int first = 0;                                           // panel in its tile of the stage's first panel
+  int panel = (from_panel + warp) % panels, tiles_ahead = (from_panel + warp) / panels;  // of this warp's panel, from
+  int first = from_panel;  // the stage's first tile; and the place in its tile of the stage's first panel
   int loaded = -1, slot = 0, phase = 0;
   for (int s = 0; s < stages; ++s) {
     barrier_wait(full + slot * 8, phase);
@@ -446,6 +558,15 @@ int gemv_shared_bytes(GemvVariant variant, int groups) {
     case GemvVariant::kRing16x3: return Ring<16, 3>::bytes(panels);
     default: return direct_shared_bytes(panels);
   }
+}
+
+bool gemv_shares_tiles(GemvKind kind, int groups, int tiles, const GemvPlan& plan) {
+  if (kind != GemvKind::kPlain || plan.variant == GemvVariant::kDirect) return false;
+  const int64_t ctas = plan.multiprocessors * (plan.variant == GemvVariant::kRing8x2 ? 2 : 1);
+  if (tiles <= ctas) return false;  // a tile would lie between three
+  // waiting for the other half of a tile costs about a microsecond, 4.4 MB of stream
+  const int64_t idle_tiles = (tiles + ctas - 1) / ctas * ctas - tiles;
+  return idle_tiles * groups * kBlockBytes > 5'000'000;
 }
 
 cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream) {

@@ -10,7 +10,8 @@ using Optional = std::optional<Tensor>;
 // y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows].
 void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64_t kind, const Optional& norm_weight,
           double eps, const Optional& bias, const Optional& residual, const Optional& candidate_values,
-          const Optional& candidate_ids, int64_t variant, bool pdl) {
+          const Optional& candidate_ids, int64_t variant, bool pdl, const Optional& x_half, const Optional& y_half,
+          const Optional& shared_sums, const Optional& shared_counters) {
   using namespace decodev2;
   const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
@@ -25,6 +26,10 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   if (norm_weight) check_tensor(*norm_weight, "norm_weight", torch::kFloat, cols, x);
   if (bias) check_tensor(*bias, "bias", torch::kFloat, rows, x);
   if (residual) check_tensor(*residual, "residual", torch::kFloat, rows, x);
+  if (x_half) check_tensor(*x_half, "x_half", torch::kByte, groups * 128, x);
+  if (y_half) check_tensor(*y_half, "y_half", torch::kByte, (rows + 63) / 64 * 128, x);
+  DECODEV2_CHECK(!x_half || !norm_weight, "x_half is not normed; found a norm_weight");
+  DECODEV2_CHECK(!y_half || kind == 1, "y_half comes with swiglu only");
   const int64_t candidates = 2 * device->multiProcessorCount;
   if (kind == 2) {
     DECODEV2_CHECK(candidate_values && candidate_ids, "the head needs candidate buffers");
@@ -35,6 +40,8 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.panels = panels.const_data_ptr<uint8_t>();
   a.x = x.const_data_ptr<float>();
   a.y = y.mutable_data_ptr<float>();
+  a.x_half = data_or_null<const uint8_t>(x_half);
+  a.y_half = data_or_null<uint8_t>(y_half);
   a.norm_weight = data_or_null<const float>(norm_weight);
   a.bias = data_or_null<const float>(bias);
   a.residual = data_or_null<const float>(residual);
@@ -51,6 +58,12 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
   plan.multiprocessors = device->multiProcessorCount;
   plan.pdl = pdl && capability >= 90;
+  if (shared_sums && shared_counters && gemv_shares_tiles(static_cast<GemvKind>(kind), a.groups, a.tiles, plan)) {
+    check_tensor(*shared_sums, "shared_sums", torch::kFloat, tiles * 32, x);
+    check_tensor(*shared_counters, "shared_counters", torch::kInt, tiles, x);
+    a.shared_sums = data_or_null<float>(shared_sums);
+    a.shared_counters = data_or_null<uint32_t>(shared_counters);
+  }
   const int shared = gemv_shared_bytes(plan.variant, a.groups);
   DECODEV2_CHECK(shared <= static_cast<int>(device->sharedMemPerBlockOptin), "a product of ", cols,
                     " columns takes ", shared, " bytes of shared memory, a CTA has ",

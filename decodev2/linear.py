@@ -95,10 +95,15 @@ def cuda_product(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     add: bool = False,
+    x_half: torch.Tensor | None = None,
+    y_half: torch.Tensor | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """y = W x with an epilogue: + bias, + y (`add`), or silu(gate) * up (SWIGLU).
 
-    x [n, cols], y [n, rows]. With `norm` [cols] x is RMS-normed on the way in.
+    x [n, cols], y [n, rows]. With `norm` [cols] x is RMS-normed on the way in. One column by the
+    GEMV may leave y as half fragments, too (`y_half`, SWIGLU), and take x from there (`x_half`).
+    With `shared` (`shared_tiles`) it may let two CTAs share a tile, where whole tiles are uneven.
     """
     t = toggles.current
     check_layout(w, len(x))
@@ -109,7 +114,7 @@ def cuda_product(
     elif len(x) == 1 and t.linear == "gemv":
         native.cuda("nf4_gemv").gemv(
             x, w.panels, w.tiles, y, kind, norm, eps, bias, y if add else None, None, None,
-            GEMV_VARIANTS[t.gemv], t.pdl,
+            GEMV_VARIANTS[t.gemv], t.pdl, x_half, y_half, *(shared or (None, None)),
         )  # fmt: skip
     else:
         native.cuda("nf4_gemm").gemm(
@@ -149,8 +154,15 @@ def cuda_head(
         return
     native.cuda("nf4_gemv").gemv(
         x, w.panels, w.tiles, logits, HEAD, norm, eps, None, None, values, ids,
-        GEMV_VARIANTS[t.gemv], t.pdl,
+        GEMV_VARIANTS[t.gemv], t.pdl, None, None, None, None,
     )  # fmt: skip
+
+
+def shared_tiles(tiles: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the GEMV needs where two CTAs share a tile: sums float32 [tiles, 2, 16] and counters
+    int32 [tiles], which every launch leaves at zero."""
+    sums = torch.zeros(tiles, 2, 16, device=device)
+    return sums, torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def cuda_scratch_bytes(shapes: list[tuple[int, int]], n: int) -> int:

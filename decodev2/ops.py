@@ -68,7 +68,11 @@ def attention(c: Arena, state: DecodeState, layer: int) -> None:
 
 def project(x: torch.Tensor, w: Linear, c: Arena, state: DecodeState) -> None:
     """The residual stream += W x."""
-    nf4_linear(x, w, c.x, state.panel, add=True)
+    if x.is_cuda:
+        x_half = state.act_half if x is c.act and _act_is_half(c) else None
+        cuda_product(x, w, c.x, state.panel, add=True, x_half=x_half, shared=state.shared)
+    else:
+        nf4_linear(x, w, c.x, state.panel, add=True)
 
 
 def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
@@ -80,7 +84,8 @@ def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
             check_layout(layer.gate_up[0], len(x))
             ladder.step_swiglu(x, layer.gate_up, c.act[0], state.panel, **tensors)
         else:
-            cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, **tensors)
+            y_half = state.act_half if _act_is_half(c) else None
+            cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, y_half=y_half, **tensors)
         return
     rms(c.x, layer.mlp_norm, state.spec.rms_eps, c.h)
     gate, up = layer.gate_up
@@ -144,6 +149,12 @@ def rope_kv(
 
 
 # ---- CUDA ----
+
+
+def _act_is_half(c: Arena) -> bool:
+    """Does the GEMV of one column hand act on as half fragments?"""
+    t = toggles.current
+    return c.x.is_cuda and len(c.x) == 1 and t.linear == "gemv" and t.act == "half"
 
 
 def _normed(c: Arena, state: DecodeState, weight: torch.Tensor):

@@ -15,9 +15,9 @@ from . import native
 from .arena import Arena, allocate_arena, panel_size
 from .errors import ModelError
 from .kv import GraphSafeKV, allocate_kv
-from .linear import cuda_scratch_bytes
+from .linear import cuda_scratch_bytes, shared_tiles
 from .panels import panel_shapes
-from .plan import LIVE_MAX_N, ArchSpec
+from .plan import GROUP, LIVE_MAX_N, ArchSpec
 from .rope import rope_tables
 
 MAX_EOS_IDS = 8
@@ -43,6 +43,8 @@ class DecodeState:
     panel: torch.Tensor  # scratch of the products
     scores: torch.Tensor  # scratch of attention; on the CPU [n_q, max_seq + 16]
     counters: torch.Tensor | None = None  # [n_q] int32, CUDA attention; launches leave them zero
+    act_half: torch.Tensor | None = None  # CUDA: [intermediate] of one column as half fragments
+    shared: tuple[torch.Tensor, ...] = ()  # CUDA GEMV: `linear.shared_tiles`
     candidates: tuple[torch.Tensor, ...] = ()  # CUDA head: best logit and id of each CTA
 
     @property
@@ -114,6 +116,10 @@ def _cuda_scratch(spec: ArchSpec, chunk: int, device: str) -> dict:
         "panel": product_scratch(spec, chunk, device),
         "scores": torch.zeros(partials, device=device),
         "counters": torch.zeros(spec.n_q, dtype=torch.int32, device=device),
+        "shared": shared_tiles(max(tiles for tiles, _ in panel_shapes(spec, head=False)), device),
+        "act_half": torch.zeros(
+            -(-spec.intermediate // GROUP) * 128, dtype=torch.uint8, device=device
+        ),
         "candidates": (
             torch.zeros(slots, device=device),
             torch.full((slots,), -1, dtype=torch.int32, device=device),

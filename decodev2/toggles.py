@@ -19,6 +19,8 @@ CHOICES = {
     "gemv": ("auto", "direct", "ring8x2", "ring16x4", "ring16x3"),
     "norm": ("inside", "alone"),  # RMSNorm inside the product that reads it, or its own kernel
     "attention": ("one_launch", "two_launch", "one_warp", "sdpa", "rope_apart"),
+    # what the GEMV of gate and up hands to the one of down: half fragments, or act itself
+    "act": ("half", "float"),
     "pdl": (True, False),  # programmatic dependent launch
     # of `rows` only (ladder.py): where the levels live, rows that share x, x staged whole, and
     # q, k, v or gate, up in one launch or several
@@ -35,6 +37,7 @@ class Toggles:
     gemv: str = "auto"
     norm: str = "inside"
     attention: str = "one_launch"
+    act: str = "half"
     pdl: bool = True
     table: str = "lut_shared"
     nr: int | str = "auto"

@@ -17,7 +17,7 @@ import torch
 from .. import ladder, native, panels, toggles
 from ..errors import DecodeError
 from ..ladder import RowMajor
-from ..linear import PLAIN, cuda_product
+from ..linear import PLAIN, cuda_product, shared_tiles
 from ..nf4 import LEVELS, Packed
 from ..panels import PanelLinear
 from ..plan import GROUP
@@ -152,7 +152,12 @@ def production(
 ) -> None:
     """The product that the step uses at one column, whatever `toggles` say. x [1, cols]."""
     with toggles.using(linear="gemv"):
-        cuda_product(x, w, y, y, kind, **tensors)  # the GEMV needs no scratch
+        cuda_product(x, w, y, y, kind, shared=shared(w.tiles), **tensors)  # needs no scratch
+
+
+@functools.cache
+def shared(tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return shared_tiles(tiles, DEVICE)
 
 
 # ---- the reference ----

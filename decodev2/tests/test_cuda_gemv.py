@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from decodev2 import native, panels
+from decodev2.linear import shared_tiles
 from decodev2.nf4 import decode_nf4, encode_nf4
 from decodev2.synth import random_matrix
 
+ALONE = (None,) * 4  # no half fragments in or out, no tiles between CTAs
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 VARIANTS = {"direct": 0, "ring 8x2": 1, "ring 16x4": 2, "ring 16x3": 3}
 KS = [64, 128, 192, 320, 576, 896, 1376, 2048, 4864, 11008, 27648]
@@ -77,7 +79,7 @@ def test_gemv(variant, k):
 
         def run(x=cuda["x"], y=y, norm_weight=None, eps=0.0, bias=None, residual=None, w=w):
             kernel(x, w.panels, w.tiles, y, 0, norm_weight, eps, bias, residual, None, None,
-                   VARIANTS[variant], False)  # fmt: skip
+                   VARIANTS[variant], False, *ALONE)  # fmt: skip
 
         size = size_of(packed, x)
         run()
@@ -112,7 +114,7 @@ def test_swiglu(variant, units, k):
     y = torch.full((1, units), torch.nan, device="cuda")
     native.cuda("nf4_gemv").gemv(
         torch.from_numpy(x).cuda()[None], w.panels, w.tiles, y, 1, None, 0.0, None, None,
-        None, None, VARIANTS[variant], False,
+        None, None, VARIANTS[variant], False, *ALONE,
     )  # fmt: skip
     g, u = exact(gate, x), exact(up, x)
     assert relative(y, g / (1 + np.exp(-g)) * u) < 2e-3
@@ -135,12 +137,77 @@ def test_head_candidates(variant):
     ids = torch.full((2 * sms,), -1, dtype=torch.int32, device="cuda")
     native.cuda("nf4_gemv").gemv(
         torch.from_numpy(x).cuda()[None], w.panels, w.tiles, logits, 2, None, 0.0, None, None,
-        values, ids, VARIANTS[variant], False,
+        values, ids, VARIANTS[variant], False, *ALONE,
     )  # fmt: skip
     assert relative(logits, exact(packed, x)) < 1e-3
     top = values.max()
     found = int(ids[(values == top) & (ids >= 0)].min())
     assert found == min(900, best) == int(logits.argmax())
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", ["direct", "ring 8x2", "ring 16x3"])
+@pytest.mark.parametrize("units", [64, 200, 1376, 4864, 11008])
+def test_act_is_handed_on_as_half(variant, units):
+    """swiglu leaves act twice; down with the half fragments agrees with down of the floats."""
+    if variant == "ring 8x2" and units > 8192:
+        pytest.skip("x does not fit beside a second CTA")
+    rng = np.random.default_rng(units)
+    gate, up, down = (
+        random_matrix(r, c, rng) for r, c in ((units, 128), (units, 128), (96, units))
+    )
+    gate_up = panels.gate_up_from_packed(gate, up, "cuda")
+    w = panels.from_packed(down, "cuda")
+    x = rng.standard_normal(128).astype(np.float32)
+    for scale in (1.0, 300.0):  # act in the tens of thousands: half alone would be at its end
+        act = torch.full((1, units), torch.nan, device="cuda")
+        half = torch.zeros(-(-units // 64) * 128, dtype=torch.uint8, device="cuda")
+        kernel = native.cuda("nf4_gemv").gemv
+        kernel(
+            torch.from_numpy(x * np.float32(scale)).cuda()[None], gate_up.panels, gate_up.tiles,
+            act, 1, None, 0.0, None, None, None, None, VARIANTS[variant], False, None, half, None,
+            None,
+        )  # fmt: skip
+        expected = exact(down, act[0].cpu().numpy())
+        size = size_of(down, act[0].cpu().numpy())
+        y = torch.zeros(1, 96, device="cuda")
+        seen = []
+        for _ in range(3):
+            kernel(
+                torch.full_like(act, torch.nan), w.panels, w.tiles, y, 0, None, 0.0, None, None,
+                None, None, VARIANTS[variant], False, half, None, None, None,
+            )  # fmt: skip
+            seen.append(y.clone())
+        assert relative(y, expected, size) < 1e-3
+        assert all(torch.equal(one, seen[0]) for one in seen)
+
+
+@needs_cuda
+@pytest.mark.parametrize("k", [2304, 4864, 9984])
+def test_a_tile_between_two_ctas(k):
+    """Where whole tiles would leave most CTAs idle, panels are shared out; the same bits twice."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    rng = np.random.default_rng(k)
+    variant = "ring 8x2" if k < 8192 else "ring 16x4"
+    rows = (2 * sms + 1 if variant == "ring 8x2" else sms + 5) * 16 - 3
+    packed = random_matrix(rows, k, rng)
+    w = panels.from_packed(packed, "cuda")
+    x, residual = rng.standard_normal(k), rng.standard_normal(rows)
+    x, residual = x.astype(np.float32), torch.from_numpy(residual.astype(np.float32)).cuda()[None]
+    sums, counters = shared_tiles(w.tiles, "cuda")
+    sums.fill_(torch.nan)
+    seen = []
+    for given in ((sums, counters), (sums, counters), (None, None)):
+        y = residual.clone()
+        native.cuda("nf4_gemv").gemv(
+            torch.from_numpy(x).cuda()[None], w.panels, w.tiles, y, 0, None, 0.0, None, y, None,
+            None, VARIANTS[variant], False, None, None, *given,
+        )  # fmt: skip
+        assert relative(y - residual, exact(packed, x), size_of(packed, x)) < 1e-3
+        seen.append(y)
+    assert torch.equal(seen[0], seen[1]) and not counters.any()
+    if torch.cuda.get_device_capability()[0] >= 9:
+        assert not torch.isnan(sums).all(), "no tile was shared"
 
 
 if __name__ == "__main__":

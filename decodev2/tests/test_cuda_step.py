@@ -610,7 +610,12 @@ def test_chunks_of_many_columns_give_the_same_bits(medium):
 # ---- toggles ----
 
 
-OF_PANELS = ("norm", "attention", "pdl")  # the others act on row-major weights: test_cuda_ladder
+OF_PANELS = (
+    "norm",
+    "attention",
+    "act",
+    "pdl",
+)  # the others act on row-major weights: test_cuda_ladder
 
 
 def combinations() -> list[dict]:

@@ -82,7 +82,9 @@ class Stand:
         found = torch.nn.functional.silu(parts[0]) * parts[1] if swiglu else torch.cat(parts)
         self.write(found if bias is None else found + bias, y)
 
-    def product(self, x, w, y, scratch, kind=0, norm=None, eps=0.0, bias=None, add=False):
+    def product(
+        self, x, w, y, scratch, kind=0, norm=None, eps=0.0, bias=None, add=False, shared=None
+    ):
         assert x.shape == (1, w.cols) and y.shape == (1, w.rows) and not add
         first = self.panels.get(w.panels.data_ptr())
         if first is None:  # a rolled copy: nobody looks at its result

@@ -26,6 +26,7 @@ WAYS = {
     "graph": {"linear": "gemv"},
     "graph, plain launches": {"linear": "gemv", "pdl": False},
     "graph, norm alone": {"linear": "gemv", "norm": "alone"},
+    "graph, act as float": {"linear": "gemv", "act": "float"},
     "graph, two-launch attention": {"linear": "gemv", "attention": "two_launch"},
     "graph, mma at one column": {"linear": "mma"},
     "eager": {"linear": "gemv"},

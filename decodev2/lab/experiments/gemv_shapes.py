@@ -131,12 +131,13 @@ def _ours(case: Case, **switches) -> tuple[dict, list[float]]:
     with toggles.using(**switches):
         need = native.cuda("nf4_gemm").workspace_bytes(w[0].tiles, -(-case.cols // 64), 1)
         scratch = torch.empty(need, dtype=torch.uint8, device=cases.DEVICE)
+        shared = cases.shared(w[0].tiles)
         work = cases.Work(
             name=f"{case.name}, {switches}",
             cols=case.cols,
             outputs=case.rows,
             copies=case.count,
-            run=lambda i, x, y: cuda_product(x, w[i], y, scratch),
+            run=lambda i, x, y: cuda_product(x, w[i], y, scratch, shared=shared),
             expected=lambda x: cases.exact(case.exact, x),
         )
         timed = cases.checked_times(work, case.rng, case.runs)
