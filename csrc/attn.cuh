@@ -30,6 +30,10 @@ __device__ __forceinline__ float reciprocal_or_zero(float sum) {
   return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
+__device__ __forceinline__ void add_scaled(float4& sum, float w, const float4& v) {
+  sum.x += w * v.x, sum.y += w * v.y, sum.z += w * v.z, sum.w += w * v.w;
+}
+
 // ---- bf16 ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -94,6 +98,8 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t parties,
   __syncthreads();
   return *shared_flag != 0;
 }
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // ---- host side ----------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan);
 // Two launches: x to half fragments, then the matrix. cudaErrorInvalidValue for sizes that do not fit together.
 cudaError_t chr_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
 
-// ---- attn.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------------------------
+// ---- attn.cu, attn_prefill.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------
 
 struct AttnArguments {
   float* q;                  // [n, n_q * head_dim] before RoPE; rope_kv rotates it in place

@@ -165,6 +165,7 @@ CUDA_EXTENSIONS = (
     "nf4_gemm",
     "ladder_gemv",
     "attn",
+    "attn_prefill",
     "ladder_attn",
     "step",
     "read_rate",

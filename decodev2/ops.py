@@ -173,13 +173,13 @@ def _cuda_attention(c: Arena, state: DecodeState, layer: int) -> None:
     )  # fmt: skip
     attn = native.cuda("attn")
     if len(c.x) > 1 or t.attention in ("one_warp", "sdpa", "rope_apart"):
-        attn.rope_kv(*buffers, False, 0, t.pdl)
+        native.cuda("attn_prefill").rope_kv(*buffers, False, 0, t.pdl)
         if t.attention == "sdpa" and len(c.x) == 1:
             ladder.sdpa(c.q, kv.k[layer], kv.v[layer], c.valid_len, c.attn)
         elif t.attention == "one_warp":
             native.cuda("ladder_attn").one_warp(*buffers, False, 0, t.pdl)
         elif len(c.x) > 1:
-            attn.prefill(*buffers, False, 0, t.pdl)
+            native.cuda("attn_prefill").prefill(*buffers, False, 0, t.pdl)
         else:
             attn.decode(*buffers, False, 0, t.pdl)
     elif t.attention == "two_launch":

@@ -15,6 +15,10 @@ from decodev2.nf4 import bf16_bits, bf16_to_f32
 from decodev2.plan import TINY_LLAMA
 from decodev2.rope import rope_tables
 
+EXTENSIONS = {
+    "decode": "attn", "rope_kv": "attn_prefill", "prefill": "attn_prefill",
+    "one_warp": "ladder_attn", "flash_two_launch": "ladder_attn",
+}  # fmt: skip
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 HEAD_DIMS = (16, 32, 64, 128)
 HEADS = ((2, 2), (4, 2), (9, 3), (14, 2), (16, 2), (20, 2), (12, 4))  # 1 to 10 queries per KV head
@@ -135,8 +139,7 @@ def launch(
         partials = torch.full((floats,), torch.nan, device="cuda")
         out = torch.full((n, n_q * head_dim), torch.nan, device="cuda")
         for kernel in kernels:
-            ladder = kernel in ("one_warp", "flash_two_launch")
-            run = getattr(native.cuda("ladder_attn") if ladder else attn, kernel)
+            run = getattr(native.cuda(EXTENSIONS[kernel]), kernel)
             run(q, k, v, cos, sin, position, valid_len, keys, values, partials, counters, out,
                 rope, merge, pdl)  # fmt: skip
         assert not counters.any()
@@ -308,8 +311,7 @@ def test_a_position_outside_the_cache_writes_nothing(head_dim, kernels, rope, po
     counters = torch.zeros(4, dtype=torch.int32, device="cuda")
     out = torch.zeros(1, 4 * head_dim, device="cuda")
     for kernel in kernels:
-        module = native.cuda("ladder_attn" if kernel == "flash_two_launch" else "attn")
-        getattr(module, kernel)(
+        getattr(native.cuda(EXTENSIONS[kernel]), kernel)(
             q, k, v, cos, sin, at, valid_len, block[1, 0], block[1, 1], partials, counters, out,
             rope, 0, False,
         )  # fmt: skip

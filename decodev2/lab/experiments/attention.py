@@ -41,7 +41,7 @@ TOGGLES = {
     "length": ("length", LENGTHS),
     "shape": ("shape", tuple(SHAPES)),
 }
-DEPENDS = ("attn.cu", "attn.cuh", "ladder_attn.cu", "attn_checks.h", "device.cuh", "launch.h")
+DEPENDS = ("attn*.cu", "attn.cuh", "ladder_attn.cu", "attn_checks.h", "device.cuh", "launch.h")
 DEVICE = "cuda"
 # Relative to the length of the output. SDPA rounds queries, weights and output to bf16.
 ERROR_LIMITS = dict.fromkeys(KERNELS, 1e-3) | {"sdpa": 2e-2}
