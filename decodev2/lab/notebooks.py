@@ -502,6 +502,8 @@ def _ratios(new: plates.Plate, known: list[Path], bound: tuple[float, float]):
     keys = [key for key in keys if all(key in row for row in (*new.rows, *old.rows))]
     times = [c["name"] for c in new.columns if c["unit"] in TIME_UNITS]
     times = [t for t in times if not t.startswith("floor") and not t.endswith(("_worst", "_std"))]
+    if not times:  # a plate of errors or sizes; its page holds them as facts
+        return entry, []
     before = _by_key(old.rows, keys)
     host_timed = getattr(experiments.get(new.experiment), "host_timed", lambda row, column: False)
     ratios, of_host = {}, set()
@@ -625,7 +627,9 @@ def _line(report: dict) -> str:
         name = entry["experiment"]
         if entry["against"] is None:
             parts.append(f"{name}: first plate of this card")
-        elif entry["times"]:
+        elif not entry["times"]:
+            parts.append(f"{name}: no times to compare")
+        else:
             low, high = entry["low"], entry["high"]
             parts.append(f"{name}: {entry['times']} times, {low:.2f} to {high:.2f} x recorded")
             if entry["of_host"]:

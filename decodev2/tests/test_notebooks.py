@@ -647,6 +647,19 @@ def test_a_plate_without_a_comparable_time_is_a_fault(page_path, tmp_path):
     assert len(faults) == 1 and "no time has its like in" in faults[0]
 
 
+def test_a_plate_that_holds_no_times_is_none(page_path, tmp_path):
+    def without_times(made):
+        kept = [c for c in made.columns if c["unit"] not in notebooks.TIME_UNITS]
+        names = [c["name"] for c in kept]
+        return replace(made, columns=kept, rows=[{n: row[n] for n in names} for row in made.rows])
+
+    old = without_times(toy_plate())
+    entry, faults = ratios(tmp_path, [old], replace(old, created="2026-05-05T05:05:05Z"))
+    assert (entry["times"], entry["low"], faults) == (0, None, [])
+    report = {"notebook": "n", "seconds": 1, "facts": 0, "plates": [entry], "faults": faults}
+    assert notebooks._line(report).endswith("toy_sort: no times to compare")
+
+
 def test_regress_needs_no_jupyterlab(page_path, tmp_path, monkeypatch):
     broken = tmp_path / "path" / "jupyterlab"
     broken.mkdir(parents=True)
