@@ -188,19 +188,12 @@ def parse_params(known: dict, given: Sequence[str], name: str = "experiment") ->
     name, or a value of another type.
     """
     values = {key: default for key, (default, _) in known.items()}
-    seen = set()
     unknown = [text.partition("=")[0] for text in given if text.partition("=")[0] not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
         raise DecodeError(f"{name} has no parameter {', '.join(map(repr, unknown))}; {hint}")
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise DecodeError(f"parameter {text!r} has no value; needs {key}=VALUE")
-        if key in seen:
-            raise DecodeError(f"parameter {key!r} is given twice; needs one value")
-        seen.add(key)
+    for key, value in notebooks.key_values(given):
         values[key] = _convert(key, value, known[key][0])
     return values
 

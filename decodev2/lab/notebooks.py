@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import DecodeError
@@ -573,18 +573,27 @@ def run_command(name: str, given: Iterable[str], out: str | Path, folder="notebo
     if out.exists() and out.samefile(path):
         raise DecodeError(f"{out} is the page itself; needs another file to write to")
     params = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise DecodeError(f"parameter {text!r} has no value; needs {key}=VALUE")
-        if key in params:
-            raise DecodeError(f"parameter {key!r} is given twice; needs one value")
+    for key, value in key_values(given):
         try:
             params[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             params[key] = value
     print(_write(stripped(execute(path, params)), out))
     return 0
+
+
+def key_values(given: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of texts "KEY=VALUE". Raises DecodeError for one without "=" or a second one of
+    the same key."""
+    seen = set()
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise DecodeError(f"parameter {text!r} has no value; needs {key}=VALUE")
+        if key in seen:
+            raise DecodeError(f"parameter {key!r} is given twice; needs one value")
+        seen.add(key)
+        yield key, value
 
 
 def _listed(path: Path) -> dict:
