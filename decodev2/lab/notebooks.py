@@ -50,7 +50,8 @@ _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
 def find(names: Iterable[str] = (), folder: str | Path = "notebooks") -> list[Path]:
-    """Paths of pages by path, name or number ("07"), or of all in `folder`. Raises DecodeError."""
+    """Paths of pages by path, name or number ("07", "7"), or of all in `folder`. Raises
+    DecodeError."""
     there = sorted(Path(folder).glob("*.ipynb"))
     found = []
     for name in names:
@@ -59,7 +60,8 @@ def find(names: Iterable[str] = (), folder: str | Path = "notebooks") -> list[Pa
         elif Path(name).is_dir():
             found += sorted(Path(name).glob("*.ipynb"))
         else:
-            same = [p for p in there if name in (p.stem, p.name, p.name.split("_")[0])]
+            number = name.zfill(2) if name.isdigit() else name
+            same = [p for p in there if name in (p.stem, p.name) or p.stem.split("_")[0] == number]
             if not same:
                 raise _no_such("notebook", name, [p.stem for p in there])
             found += same

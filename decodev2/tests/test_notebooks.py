@@ -551,6 +551,15 @@ def test_numbers_are_there_without_a_kernel(page_path):
     assert "widget-view" not in html and "model_id" not in html
 
 
+def test_a_page_by_its_number(page_path):
+    folder = page_path.parent
+    for name in ("00", "0", "00_sort", "00_sort.ipynb", str(page_path)):
+        assert notebooks.find([name], folder) == [page_path]
+    for name in ("000", "1", "", "sort"):
+        with pytest.raises(DecodeError, match="does not exist"):
+            notebooks.find([name], folder)
+
+
 # ---- regress ----
 
 
