@@ -57,8 +57,11 @@ def find(names: Iterable[str] = (), folder: str | Path = "notebooks") -> list[Pa
     for name in names:
         if name.endswith(".ipynb") and Path(name).is_file():
             found.append(Path(name))
-        elif Path(name).is_dir():
-            found += sorted(Path(name).glob("*.ipynb"))
+        elif name and Path(name).is_dir():
+            pages = sorted(Path(name).glob("*.ipynb"))
+            if not pages:
+                raise DecodeError(f"{name}: no notebook is there")
+            found += pages
         else:
             number = name.zfill(2) if name.isdigit() else name
             same = [p for p in there if name in (p.stem, p.name) or p.stem.split("_")[0] == number]
@@ -67,7 +70,7 @@ def find(names: Iterable[str] = (), folder: str | Path = "notebooks") -> list[Pa
             found += same
     if not (there or names):
         raise DecodeError(f"{folder}: no notebook is there")
-    return found or ([] if names else there)
+    return found or there
 
 
 def _no_such(what: str, name: str, known: list[str]) -> DecodeError:

@@ -558,6 +558,8 @@ def test_a_page_by_its_number(page_path):
     for name in ("000", "1", "", "sort"):
         with pytest.raises(DecodeError, match="does not exist"):
             notebooks.find([name], folder)
+    with pytest.raises(DecodeError, match="no notebook is there"):
+        notebooks.find([str(Path(__file__).parent)])
 
 
 # ---- regress ----
