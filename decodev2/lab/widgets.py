@@ -169,21 +169,34 @@ class Panel:
 
     def _attempt(self, action) -> None:
         """Do what a control asks for; whatever goes wrong stands in the panel's error line."""
-        controls = [*self.boxes.values(), self.runs, self.run, self.save]
-        message, before = "", [control.disabled for control in controls]
-        for control in controls:
-            control.disabled = True
+        message = ""
         try:
             action()
         except (DecodeError, BuildError) as error:
             message = str(error)
         except (Exception, KeyboardInterrupt) as error:
             message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        for control, was in zip(controls, before, strict=True):
-            control.disabled = was if control is not self.save else self.scratch is None
-        self.bar.layout.visibility = "hidden"
         self.error.value = f'<b role="alert" style="color:#B00020">{html.escape(message)}</b>'
         self._refresh()
+
+    @contextlib.contextmanager
+    def _busy(self):
+        """While it measures nothing can be chosen or pressed, and the bar is shown.
+
+        Not the field `runs`: a browser puts a field that is disabled back to the value the kernel
+        knows, so what is being typed there would be lost.
+        """
+        controls = [*self.boxes.values(), self.run, self.save]
+        before = [control.disabled for control in controls]
+        for control in controls:
+            control.disabled = True
+        self.bar.layout.visibility = "visible"
+        try:
+            yield
+        finally:
+            for control, was in zip(controls, before, strict=True):
+                control.disabled = was
+            self.bar.layout.visibility = "hidden"
 
     def _params(self) -> dict:
         """Parameters of a run: the recorded plate's, with the choices and the field `runs`."""
@@ -202,8 +215,7 @@ class Panel:
 
         params, said = self._params(), _Line(self.said)
         progress(0, 1, "starts")
-        self.bar.layout.visibility = "visible"
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with self._busy(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             made = plates.clean(commands.record(self.name, params, progress))
         if found := plates.problems(made):
             raise PlateError(f"refused: {found[0]}")
@@ -221,6 +233,7 @@ class Panel:
             }
             new = replace(new, rows=old.rows + new.rows, card=best.card, params=params)
         self.scratch = replace(new, notes=["measured from the panel of a page, choice by choice"])
+        self.save.disabled = False
 
     def _save(self) -> None:
         """Save the scratch plate as `decodev2 run` does: checked, drawn and indexed."""
@@ -231,9 +244,10 @@ class Panel:
         except Exception:  # the experiment's own figure may need rows that were not measured
             name, _, _ = page.main_column(made)
             made = replace(made, figure={"kind": "bars", "value": name, "label": min(self.toggles)})
-        path = plates.save(made, page.runs_dir())
-        plates.draw(path)
-        plates.index(page.runs_dir())
+        with self._busy():
+            path = plates.save(made, page.runs_dir())
+            plates.draw(path)
+            plates.index(page.runs_dir())
         self.said.value = f"saved {html.escape(path.name)}"
 
 

@@ -192,6 +192,7 @@ def test_progress_and_words_are_shown_while_it_runs(runs, toy, monkeypatch):
         progress(1, 4, "heap <of> 500")
         seen.append((panel.bar.value, panel.bar.max, panel.bar.layout.visibility))
         seen.append((panel.said.value, panel.run.disabled, panel.boxes["way"].disabled))
+        assert not panel.runs.disabled  # a browser would drop what is being typed
         print("compiling\ncsrc (about a minute, once) ...")
         seen.append(panel.said.value)
         print("a warning", file=sys.stderr)
