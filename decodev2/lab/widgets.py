@@ -181,7 +181,7 @@ class Panel:
 
     @contextlib.contextmanager
     def _busy(self):
-        """While it measures nothing can be chosen or pressed, and the bar is shown.
+        """While it measures or saves nothing can be chosen or pressed.
 
         Not the field `runs`: a browser puts a field that is disabled back to the value the kernel
         knows, so what is being typed there would be lost.
@@ -190,13 +190,11 @@ class Panel:
         before = [control.disabled for control in controls]
         for control in controls:
             control.disabled = True
-        self.bar.layout.visibility = "visible"
         try:
             yield
         finally:
             for control, was in zip(controls, before, strict=True):
                 control.disabled = was
-            self.bar.layout.visibility = "hidden"
 
     def _params(self) -> dict:
         """Parameters of a run: the recorded plate's, with the choices and the field `runs`."""
@@ -215,8 +213,12 @@ class Panel:
 
         params, said = self._params(), _Line(self.said)
         progress(0, 1, "starts")
-        with self._busy(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            made = plates.clean(commands.record(self.name, params, progress))
+        self.bar.layout.visibility = "visible"
+        try:
+            with self._busy(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                made = plates.clean(commands.record(self.name, params, progress))
+        finally:
+            self.bar.layout.visibility = "hidden"
         if found := plates.problems(made):
             raise PlateError(f"refused: {found[0]}")
         self._add(Plate(**made))
@@ -239,12 +241,13 @@ class Panel:
         """Save the scratch plate as `decodev2 run` does: checked, drawn and indexed."""
         verdict = self.view().verdict.replace("\n", "; ")
         made = replace(self.scratch, verdict=f"{len(self.scratch.rows)} rows. {verdict}.")
-        try:
-            figures.figure(made)
-        except Exception:  # the experiment's own figure may need rows that were not measured
-            name, _, _ = page.main_column(made)
-            made = replace(made, figure={"kind": "bars", "value": name, "label": min(self.toggles)})
         with self._busy():
+            try:
+                figures.figure(made)
+            except Exception:  # the experiment's own may need rows that were not measured
+                name, _, _ = page.main_column(made)
+                bars = {"kind": "bars", "value": name, "label": min(self.toggles)}
+                made = replace(made, figure=bars)
             path = plates.save(made, page.runs_dir())
             plates.draw(path)
             plates.index(page.runs_dir())
