@@ -230,6 +230,19 @@ __device__ __forceinline__ void add_values(Lane<kHeadDim>& r, const float (&p)[4
     }
 }
 
+// ---- decode: output -----------------------------------------------------------------------------
+
+// Number `unit` of out's quads.
+__device__ __forceinline__ void store_quad(const AttnArguments& a, int64_t unit, const float4& v) {
+  reinterpret_cast<float4*>(a.out)[unit] = v;
+  if (!a.out_half) return;
+  const int pair = static_cast<int>(2 * unit);
+  *reinterpret_cast<half2*>(a.out_half + fragment_offset(pair)) =
+      __floats2half2_rn(v.x * kActScale, v.y * kActScale);
+  *reinterpret_cast<half2*>(a.out_half + fragment_offset(pair + 1)) =
+      __floats2half2_rn(v.z * kActScale, v.w * kActScale);
+}
+
 // ---- decode: merging ----------------------------------------------------------------------------
 
 template <int kHeadDim>
@@ -331,14 +344,13 @@ __device__ __forceinline__ void merge_all_parts(const AttnArguments& a,
   const int64_t part_units = static_cast<int64_t>(a.n_q) * kUnits;
   const int64_t first_unit = static_cast<int64_t>(first_head) * kUnits;
   const float4* partials = reinterpret_cast<const float4*>(a.partials) + first_unit;
-  float4* out = reinterpret_cast<float4*>(a.out) + first_unit;
   for (int i = threadIdx.x; i < heads * kUnits; i += kThreads) {
     const float* weight = shared.weight[i / kUnits];
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
     for (int p = 0; p < parts; ++p)
       add_scaled(acc, weight[p], __ldcg(partials + p * part_units + i));
-    out[i] = acc;
+    store_quad(a, first_unit + i, acc);
   }
 }
 
@@ -397,6 +409,14 @@ __device__ __forceinline__ float merge_eight(const float2 (&norm)[kClusterCtas],
   return acc;
 }
 
+// Number `at` of out.
+__device__ __forceinline__ void store_one(const AttnArguments& a, int64_t at, float v) {
+  a.out[at] = v;
+  if (!a.out_half) return;
+  const int k = static_cast<int>(at);
+  *reinterpret_cast<__half*>(a.out_half + fragment_offset(k >> 1) + (k & 1) * 2) = __float2half_rn(v * kActScale);
+}
+
 // CTA r of every cluster merges head r: what the cluster's CTAs have sent, then, if there are
 // several live clusters, the last of them to arrive adds their results. Thread = dim.
 template <int kHeadDim>
@@ -437,7 +457,7 @@ __device__ __forceinline__ void merge_cluster(const AttnArguments& a,
     acc = merge_eight(norm, value, clusters, total);
   }
   if (takes_part)
-    a.out[static_cast<int64_t>(head) * kHeadDim + dim] = acc * reciprocal_or_zero(total.y);
+    store_one(a, static_cast<int64_t>(head) * kHeadDim + dim, acc * reciprocal_or_zero(total.y));
 }
 
 static_assert(kMaxSplits / kClusterCtas <= kClusterCtas, "merge_eight takes the clusters too");
@@ -472,20 +492,24 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   }
 #endif
 
-  // Everything that does not depend on the position is asked for together with the position.
-  wait_for_predecessors();
-  const int64_t position = kRope ? *a.position : 0;
-  const int given_length = kRope ? 0 : *a.valid_len;
-  float query[L::kKeyChunks][L::kKeyDims];
-  load_query<kHeadDim>(query, a.q + static_cast<int64_t>(first_head + g) * kHeadDim, g < heads, t);
   // new row: thread d < half owns the pair d of the key, thread half + d the pair d of the value
   const int pair = thread < kHalf ? thread : thread - kHalf;
-  float first = 0.0f, second = 0.0f;
-  if (kRope && thread < kHeadDim) {
-    const float* row = (thread < kHalf ? a.k : a.v) + kv_head * kHeadDim;
-    first = row[pair];
-    second = row[pair + kHalf];
-  }
+  float query[L::kKeyChunks][L::kKeyDims], first = 0.0f, second = 0.0f;
+  const auto load_columns = [&] {
+    wait_for_predecessors();
+    load_query<kHeadDim>(query, a.q + static_cast<int64_t>(first_head + g) * kHeadDim, g < heads, t);
+    if (kRope && thread < kHeadDim) {
+      const float* row = (thread < kHalf ? a.k : a.v) + kv_head * kHeadDim;
+      first = row[pair];
+      second = row[pair + kHalf];
+    }
+  };
+  // With a.ahead the position and the rows before it have stood since the step began, and what the kernels before are
+  // still writing is q, k and v. Otherwise all is asked for at once. What is read ahead of the wait comes from the L2:
+  // the L1 may hold what it held in the step before.
+  if (!a.ahead) load_columns();
+  const int64_t position = kRope ? __ldcg(a.position) : 0;
+  const int given_length = kRope ? 0 : __ldcg(a.valid_len);
 
   const bool stored = kRope && in_cache(position, a.max_seq);
   const int64_t wanted = kRope ? position + 1 : given_length;
@@ -507,6 +531,7 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
     const int64_t table = table_row(position, a.max_seq) * kHeadDim;
     Angles<kHeadDim> angles;
     if (kRope) load_angles<kHeadDim>(angles, a.cos + table, a.sin + table, t);
+    if (a.ahead) load_columns();
     const int live_tile = stored ? static_cast<int>(position) / kTile : -1;
     const bool owner = live_tile < splits ? live_tile == split : live_tile % splits == split;
     if (owner && thread < kHeadDim) {
@@ -597,6 +622,8 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
     store_warp_partial<kHeadDim>(shared, r, m, sum, warp, g, t);
     if (kRope && split == 0 && blockIdx.y == 0 && blockIdx.z == 0 && thread == 0)
       *a.valid_len = static_cast<int32_t>(wanted);
+  } else if (a.ahead) {
+    wait_for_predecessors();
   }
   __syncthreads();
 #ifdef DECODEV2_HOPPER
@@ -606,7 +633,6 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
   float2* norms = reinterpret_cast<float2*>(a.partials + static_cast<int64_t>(splits / kCluster) *
                                                              a.n_q * kHeadDim);
   if (has_work) {
-    float4* out = reinterpret_cast<float4*>(a.out) + static_cast<int64_t>(first_head) * kUnits;
     float4* partial = reinterpret_cast<float4*>(a.partials) +
                       (static_cast<int64_t>(split) * a.n_q + first_head) * kUnits;
     for (int i = thread; i < heads * kUnits; i += kThreads) {
@@ -615,7 +641,8 @@ __global__ void __launch_bounds__(kThreads, 2) attn_decode_kernel(AttnArguments 
       float4 acc = merge_warps<kHeadDim>(shared, h, u, norm);
       if (splits_live == 1) {
         const float by = reciprocal_or_zero(norm.y);
-        out[i] = make_float4(acc.x * by, acc.y * by, acc.z * by, acc.w * by);
+        store_quad(a, static_cast<int64_t>(first_head) * kUnits + i,
+                   make_float4(acc.x * by, acc.y * by, acc.z * by, acc.w * by));
       } else if constexpr (kCluster == 1) {
         partial[i] = acc;
         if (u == 0) norms[static_cast<int64_t>(split) * a.n_q + first_head + h] = norm;
@@ -684,9 +711,11 @@ int64_t attn_partial_floats(int n_q, int n_kv, int head_dim, int max_seq) {
   return parts * n_q * (head_dim + 2);
 }
 
-cudaError_t chr_nf4_attn(const AttnArguments& a, const AttnPlan& plan, cudaStream_t stream) {
-  if (!valid_shape(a) || a.n != 1) return cudaErrorInvalidValue;
+cudaError_t chr_nf4_attn(const AttnArguments& given, const AttnPlan& plan, cudaStream_t stream) {
+  if (!valid_shape(given) || given.n != 1) return cudaErrorInvalidValue;
   const bool hopper = hopper_or_newer(), pdl = plan.pdl && hopper;
+  AttnArguments a = given;
+  a.ahead = plan.ahead && plan.rope && pdl;  // without RoPE the newest row was written by a kernel of its own
   if (plan.merge == AttnMerge::kCluster && !hopper) return cudaErrorNotSupported;
   const bool cluster =
       plan.merge == AttnMerge::kCluster ||

@@ -14,12 +14,6 @@ namespace decodev2 {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-__device__ __forceinline__ float exp2_approx(float v) {
-  float d;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
-  return d;
-}
-
 // Weight of a partial with maximum m when the maximum of all is `top`. A partial that saw no key
 // has m = -inf and weighs 0; -inf - -inf is never formed.
 __device__ __forceinline__ float partial_weight(float m, float top) {
@@ -58,15 +52,6 @@ __device__ __forceinline__ void split_bf16(float a, float b, uint32_t& high, uin
   const float a_high = bf16_low(high), b_high = bf16_high(high);
   low = pack_bf16(fabsf(a_high) <= 3.0e38f ? a - a_high : 0.0f,
                   fabsf(b_high) <= 3.0e38f ? b - b_high : 0.0f);
-}
-
-// c += A B: A 16 x 16 bf16 (row), B 16 x 8 bf16 (col), c 16 x 8 float
-__device__ __forceinline__ void mma_bf16(float* c, uint32_t a0, uint32_t a1, uint32_t a2,
-                                         uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // ---- RoPE ---------------------------------------------------------------------------------------

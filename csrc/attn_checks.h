@@ -54,24 +54,32 @@ inline AttnArguments attn_arguments(torch::Tensor& q, torch::Tensor& k, const to
   return a;
 }
 
-// One attention launcher as a Python function: RoPE inside or not, AttnMerge, programmatic launch. kPartialFloats
-// says how much scratch the kernel needs.
+// RoPE inside or not, AttnMerge, and how it starts: 0 plain, 1 programmatic launch, 2 that and ahead (AttnPlan).
+// kPartialFloats says how much scratch the kernel needs.
 template <cudaError_t (*kLaunch)(const AttnArguments&, const AttnPlan&, cudaStream_t),
           int64_t (*kPartialFloats)(int n_q, int n_kv, int head_dim, int max_seq)>
-void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
-                   const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
-                   torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials, torch::Tensor& counters,
-                   torch::Tensor& out, bool rope, int64_t merge, bool pdl) {
-  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(q, "q"));
-  const AttnArguments a =
-      attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out);
+void launch_attention(const AttnArguments& a, const torch::Tensor& partials, bool rope, int64_t merge, int64_t start) {
   const int64_t floats = kPartialFloats(a.n_q, a.n_kv, a.head_dim, a.max_seq);
   DECODEV2_CHECK(partials.numel() >= floats, "partials has ", partials.numel(), " floats, attention needs ", floats);
   AttnPlan plan = {};
   plan.merge = static_cast<AttnMerge>(merge);
   plan.rope = rope;
-  plan.pdl = pdl;
+  plan.pdl = start > 0;
+  plan.ahead = start == 2;
   check_launch(kLaunch(a, plan, at::cuda::getCurrentCUDAStream()), "attention");
+}
+
+// One attention launcher as a Python function.
+template <cudaError_t (*kLaunch)(const AttnArguments&, const AttnPlan&, cudaStream_t),
+          int64_t (*kPartialFloats)(int n_q, int n_kv, int head_dim, int max_seq)>
+void run_attention(torch::Tensor& q, torch::Tensor& k, const torch::Tensor& v, const torch::Tensor& cos,
+                   const torch::Tensor& sin, const torch::Tensor& position, torch::Tensor& valid_len,
+                   torch::Tensor& k_cache, torch::Tensor& v_cache, torch::Tensor& partials, torch::Tensor& counters,
+                   torch::Tensor& out, bool rope, int64_t merge, int64_t start) {
+  const c10::cuda::CUDAGuard guard(decodev2::cuda_device(q, "q"));
+  launch_attention<kLaunch, kPartialFloats>(
+      attn_arguments(q, k, v, cos, sin, position, valid_len, k_cache, v_cache, partials, counters, out), partials, rope,
+      merge, start);
 }
 
 }  // namespace decodev2

@@ -24,7 +24,9 @@ inline void check_tensor(const torch::Tensor& t, const char* name, torch::Scalar
 }
 
 inline void check_launch(cudaError_t error, const char* kernel) {
-  if (error != cudaSuccess) throw std::runtime_error(text_of(kernel, ": ", cudaGetErrorString(error)));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // told here: torch must not find it after a launch of its own
+  throw std::runtime_error(text_of(kernel, ": ", cudaGetErrorString(error)));
 }
 
 template <typename T>

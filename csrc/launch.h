@@ -32,6 +32,7 @@ struct GemvArguments {
   int cols;                   // K
   int groups;                 // K_pad / 64
   int tiles;                  // 16-row tiles of the panel matrix
+  bool wait_first;            // nothing is read or built before the kernels before have ended; for comparison
 };
 
 struct GemvPlan {
@@ -49,6 +50,21 @@ cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& 
 cudaError_t chr_nf4_gemv_qkv(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream);
 // y[u] = silu(gate row u . x) * (up row u . x), a tile being 8 gate rows and their 8 up rows.
 cudaError_t chr_nf4_gemv_swiglu(const GemvArguments& a, const GemvPlan& plan, cudaStream_t stream);
+
+// ---- ring_ablations.cu: the ring with parts left out, and of other sizes ------------------------------
+
+enum class RingParts { kWhole = 0, kNoTable = 1, kNoMma = 2, kLoads = 3, kLate = 4 };
+// warps x stages: each warp takes one panel of a stage; 8x2 as in the step, two CTAs on a multiprocessor
+enum class RingSize { k8x2 = 0, k8x4 = 1, k16x2 = 2, k16x3 = 3, k16x4 = 4 };
+
+struct RingArguments : GemvArguments {
+  uint32_t* seen;  // [1], exclusive or with every word that reached the end of what is left
+};
+
+int ring_shared_bytes(RingSize size, int groups);
+// y is right for kWhole and kLate only. The plan's variant is not looked at.
+cudaError_t launch_ring(const RingArguments& a, RingParts parts, RingSize size, const GemvPlan& plan, cudaStream_t stream);
+bool ring_shares_tiles(RingSize size, int groups, int tiles, int multiprocessors);
 
 // ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
 
@@ -87,6 +103,30 @@ size_t gemm_workspace_bytes(int tiles, int groups, int n, const GemmPlan& plan);
 // Two launches: x to half fragments, then the matrix. cudaErrorInvalidValue for sizes that do not fit together.
 cudaError_t chr_nf4_gemm(const GemmArguments& a, GemmKind kind, const GemmPlan& plan, cudaStream_t stream);
 
+// ---- nf4_wgmma.cu: many columns, the tensor cores of sm_90a ---------------------------------------------
+
+// As GemmArguments, but for these; workspace: wgmma_columns_bytes(groups, n), not needed with x_columns.
+struct WgmmaArguments : GemmArguments {
+  const uint8_t* x_columns;  // or null: what a product of before left in y_columns, instead of x
+  uint8_t* y_columns;        // swiglu, or null: y as half for the next product, wgmma_columns_bytes(its groups, n);
+                             // then y may be null
+  int level_exponent;        // levels are multiplied by its power of two, -15 .. 15; level times scale is half
+};
+
+struct WgmmaPlan {
+  int multiprocessors;
+  int columns;  // of a CTA: 64, 128 or 256; 0: chosen
+  int splits;   // of K: 1, 2 or 4; 0: chosen, for a shape always the same
+  bool pdl;     // programmatic dependent launch
+};
+
+// The device has what the kernel needs: compute capability 9.0.
+bool wgmma_runs_on(int compute_capability, int shared_limit);
+// n columns as half; grows with n.
+size_t wgmma_columns_bytes(int groups, int n);
+// Two launches, x to half tiles and the matrix; one with x_columns. Same bits for a column whatever the others hold.
+cudaError_t chr_nf4_wgmma(const WgmmaArguments& a, GemmKind kind, const WgmmaPlan& plan, cudaStream_t stream);
+
 // ---- attn.cu, attn_prefill.cu, ladder_attn.cu: RoPE, the KV cache and attention ----------------
 
 struct AttnArguments {
@@ -100,6 +140,7 @@ struct AttnArguments {
   uint16_t* k_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
   uint16_t* v_cache;         // bf16 [max_seq, n_kv, head_dim] of this layer
   float* out;                // [n, n_q * head_dim]
+  uint8_t* out_half;         // attn_decode, or null: out once more, for the x_half of a GEMV
   float* partials;           // scratch, attn_partial_floats(...)
   uint32_t* counters;        // [n_q]; zero once after allocation, every launch leaves them zero
   int64_t ld_q;              // floats from one column of q to the next: columns may be parts of wider rows
@@ -109,6 +150,7 @@ struct AttnArguments {
   int n_kv;                  // key / value heads, divides n_q
   int head_dim;              // 16, 32, 64 or 128
   int max_seq;               // slots in the cache
+  bool ahead;                // attn_decode, set by its launcher
 };
 
 // How the splits of attn_decode become one result: the CTA that arrives last adds all of them, or
@@ -121,6 +163,8 @@ struct AttnPlan {
   bool rope;        // attn_decode: rotate q, k and write k, v here; false: rope_kv has run
   int key_splits;   // attn_prefill: warps that share one row tile's keys: 1, 2, 4; 0 chooses
   bool pdl;         // programmatic dependent launch; ignored below sm_90
+  bool ahead;       // attn_decode with pdl and rope: the position and the cache before it are read before the kernels
+                    // ahead have ended. For a step whose first kernel lets none start before its own wait.
 };
 
 // Floats of `partials` that any attention kernel below needs.
@@ -171,8 +215,7 @@ struct EmbedArguments {
 // What happens once the best id is known. next_token is always written: the id, or -1 when no
 // candidate is a number above -inf. With `token` not null the step also commits: token becomes
 // next_token, position += 1, finished |= next_token is in eos_ids. Once finished is set next_token
-// is still computed, but token and position no longer move. With `x` not null the embedding row of
-// `token` is gathered for the next step.
+// is still computed, but token and position no longer move.
 struct CommitArguments {
   int64_t* next_token;      // [1]
   int64_t* token;           // [1], or null: leave token, position and finished alone
@@ -181,8 +224,6 @@ struct CommitArguments {
   const int64_t* eos_ids;   // [8], unused slots -1
   int64_t* history;         // [history_size] or null: the id that enters at each position
   int64_t history_size;
-  EmbedTable table;         // read only with x
-  float* x;                 // [hidden], or null; needs token
 };
 
 // Best of the per-CTA candidates that the head GEMV leaves (id -1: none), then CommitArguments.
@@ -216,6 +257,29 @@ struct ReadArguments {
 };
 
 cudaError_t launch_read(const ReadArguments& a, int multiprocessors, cudaStream_t stream);
+
+// ---- handoff.cu: a vector from all CTAs to all CTAs ----------------------------------------------
+
+enum class HandoffWay { kReading = 0, kGridBarrier = 1, kCounter = 2, kOneLook = 3, kTwoLooks = 4 };
+
+constexpr int kHandoffWarmUp = 8;   // rounds that are not in `cycles`
+constexpr int kHandoffApart = 32;   // words from one control word to the next: each has a line
+
+struct HandoffArguments {
+  uint32_t* vectors;   // [2][words]; at first the start, lowest bits 0, and all ones
+  uint32_t* sum;       // [1], += every word that a CTA read, without its lowest bit; not by nodes
+  uint32_t* counter;   // [1], 0
+  uint32_t* fault;     // [1], 0; 1 + the round in which a hand-off did not come
+  long long* cycles;   // [ctas], of the rounds from kHandoffWarmUp on; not by nodes
+  long long patience;  // cycles before a hand-off counts as lost
+  int words;           // a power of two, at most 2048
+  int rounds;
+  int round;           // of a node
+};
+
+// One launch. Fails where not all CTAs can be resident.
+cudaError_t launch_handoff(const HandoffArguments& a, HandoffWay way, int ctas, cudaStream_t stream);
+cudaError_t launch_handoff_node(const HandoffArguments& a, int ctas, bool pdl, cudaStream_t stream);
 
 // ---- ladder_gemv.cu: one column, row-major weights, the rungs of the lab log ----------------------
 

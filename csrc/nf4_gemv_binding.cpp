@@ -7,10 +7,11 @@ namespace {
 using torch::Tensor;
 using Optional = std::optional<Tensor>;
 
-// y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows].
+// y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows]. `start`: 0 after the
+// kernels before, 1 programmatic launch, 2 the same but with nothing done ahead of them.
 void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64_t kind, const Optional& norm_weight,
           double eps, const Optional& bias, const Optional& residual, const Optional& candidate_values,
-          const Optional& candidate_ids, int64_t variant, bool pdl, const Optional& x_half, const Optional& y_half,
+          const Optional& candidate_ids, int64_t variant, int64_t start, const Optional& x_half, const Optional& y_half,
           const Optional& shared_sums, const Optional& shared_counters) {
   using namespace decodev2;
   const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
@@ -20,6 +21,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   DECODEV2_CHECK(kind >= 0 && kind <= 2, "kind is ", kind, ", needs 0 plain, 1 swiglu or 2 head");
   DECODEV2_CHECK((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
                     " tiles of ", rows_per_tile);
+  DECODEV2_CHECK(start >= 0 && start <= 2, "start is ", start, ", needs 0 plain, 1 programmatic or 2 waiting first");
   check_tensor(x, "x", torch::kFloat, cols, x);
   check_tensor(panels, "panels", torch::kByte, tiles * groups * 544, x);
   check_tensor(y, "y", torch::kFloat, rows, x);
@@ -57,7 +59,8 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   GemvPlan plan;
   plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
   plan.multiprocessors = device->multiProcessorCount;
-  plan.pdl = pdl && capability >= 90;
+  plan.pdl = start > 0 && capability >= 90;
+  a.wait_first = start == 2;
   if (shared_sums && shared_counters && gemv_shares_tiles(static_cast<GemvKind>(kind), a.groups, a.tiles, plan)) {
     check_tensor(*shared_sums, "shared_sums", torch::kFloat, tiles * 32, x);
     check_tensor(*shared_counters, "shared_counters", torch::kInt, tiles, x);
@@ -71,6 +74,17 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   check_launch(chr_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
 }
 
+// GemvVariant of a product of `cols` columns with `tiles` tiles on the current device, where none is asked for.
+int64_t chosen(int64_t cols, int64_t tiles) {
+  using namespace decodev2;
+  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
+  return static_cast<int64_t>(choose_gemv_variant(static_cast<int>((cols + 63) / 64), static_cast<int>(tiles),
+                                                  device->major * 10 + device->minor));
+}
+
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gemv", &gemv); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("gemv", &gemv);
+  m.def("chosen", &chosen);
+}

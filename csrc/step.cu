@@ -3,7 +3,7 @@
 // Computes  rms         y[i] = x[i] * rsqrt(mean(x[i]^2) + eps) * weight
 //           embed_rows  x[i] = row token[i] of the table; valid_len[i] = position[i] + 1
 //           commit      next_token = best candidate of the head; then, if asked, token, position,
-//                       finished and the next x (rules at CommitArguments, launch.h)
+//                       and finished (rules at CommitArguments, launch.h)
 //           candidates  the best logit and id of each slice of the logits, for commit: what the
 //                       head GEMV leaves by itself, and other products of the head do not
 // Owns      rms, embed_rows: one CTA per row. commit: one CTA. candidates: CTA = a slice
@@ -16,6 +16,7 @@
 //           a launch
 #include <cuda_fp16.h>
 
+#include "choose.cuh"
 #include "device.cuh"
 #include "launch.h"
 #include "nf4.cuh"
@@ -27,7 +28,6 @@ using Key = unsigned long long;
 
 constexpr int kThreads = 256;
 constexpr int kRmsQuads = 4;  // float4 per thread at most
-constexpr int kEosIds = 8;
 
 // ---- rms ----------------------------------------------------------------------------------------
 
@@ -112,9 +112,10 @@ __device__ void gather_row(const EmbedTable& table, int64_t id, float* x, const 
 
 __global__ void __launch_bounds__(kThreads) embed_rows_kernel(EmbedArguments a) {
   __shared__ float levels[16];
-  let_dependents_launch();
   stage_levels(levels);
   wait_for_predecessors();
+  // Not before: kernels behind may then read ahead of their own wait what the step before has left, position and cache.
+  let_dependents_launch();
   const int64_t column = blockIdx.x;
   if (a.valid_len && threadIdx.x == 0)
     a.valid_len[column] = static_cast<int32_t>(a.position[column] + 1);
@@ -145,41 +146,17 @@ __device__ __forceinline__ Key block_best(Key key, Key* scratch) {
   return key;
 }
 
-// By all threads of one CTA, with the same id. The old `finished` and `token` are read by every
-// thread before thread 0 replaces them.
-__device__ __forceinline__ void commit_id(const CommitArguments& c, int64_t id,
-                                          const float* levels) {
-  int64_t token = id;
-  if (c.token) {
-    const bool stopped = *c.finished != 0;
-    if (stopped) token = *c.token;
-    __syncthreads();
-    if (threadIdx.x == 0 && !stopped) {
-      bool end = false;
-      for (int i = 0; i < kEosIds; ++i) end |= id >= 0 && c.eos_ids[i] == id;
-      const int64_t position = *c.position + 1;
-      *c.token = id;
-      *c.position = position;
-      if (end) *c.finished = 1;
-      if (c.history && position >= 0 && position < c.history_size) c.history[position] = id;
-    }
-  }
-  if (threadIdx.x == 0) *c.next_token = id;
-  if (c.token && c.x) gather_row(c.table, token, c.x, levels);
-}
-
 __global__ void __launch_bounds__(kThreads) commit_kernel(CandidateArguments a) {
-  __shared__ float levels[16];
   __shared__ Key scratch[kThreads / 32];
   let_dependents_launch();
-  stage_levels(levels);
   wait_for_predecessors();
   Key best = 0;
   for (int i = threadIdx.x; i < a.count; i += kThreads) {
     const int id = a.ids[i];
     if (id >= 0) best = max(best, make_key(a.values[i], id));
   }
-  commit_id(a.commit, key_id(block_best(best, scratch)), levels);
+  const int64_t id = key_id(block_best(best, scratch));
+  if (threadIdx.x == 0) commit_id(a.commit, id);
 }
 
 __global__ void __launch_bounds__(kThreads) candidates_kernel(SliceArguments a) {
@@ -203,9 +180,7 @@ bool valid_table(const EmbedTable& t) {
 }
 
 bool valid_commit(const CommitArguments& c) {
-  if (!c.next_token || (c.x && !c.token)) return false;
-  if (c.token && !(c.position && c.finished && c.eos_ids)) return false;
-  return !c.x || valid_table(c.table);
+  return c.next_token && (!c.token || (c.position && c.finished && c.eos_ids));
 }
 
 template <int kQuads>

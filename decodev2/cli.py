@@ -126,14 +126,22 @@ def _verify_line(row: dict) -> str:
     return f"{line}  FAULT" if row["fault"] else line
 
 
+def _open(args):
+    from .session import open_session
+
+    return open_session(
+        args.model, args.chr, args.executor, args.device, args.max_seq, step=args.step
+    )
+
+
 def _generate(args) -> None:
-    from .session import answer, open_session
+    from .session import answer
 
     _set_threads(args.threads)
     if args.max_new_tokens < 1:
         raise DecodeError(f"--max-new-tokens is {args.max_new_tokens}, needs at least 1")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    session = open_session(args.model, args.chr, args.executor, args.device, args.max_seq)
+    session = _open(args)
     prompt_ids = session.encode(prompt, args.raw)
     write = None if args.json else _write
     text, result = answer(session, prompt_ids, args.max_new_tokens, args.ignore_eos, write)
@@ -169,11 +177,11 @@ def _generate(args) -> None:
 
 
 def _chat(args) -> None:
-    from .session import answer, open_session
+    from .session import answer
     from .text import Chat
 
     _set_threads(args.threads)
-    session = open_session(args.model, args.chr, args.executor, args.device, args.max_seq)
+    session = _open(args)
     chat = Chat(session.text, args.system)
     print("One line is one turn; an empty line or Ctrl-D ends the chat.", file=sys.stderr)
     while True:
@@ -419,6 +427,10 @@ def _model_arguments(sub: argparse.ArgumentParser) -> None:
         help="auto picks decodev2; tokenloop is the plain baseline, oracle the float32 reference",
     )  # fmt: skip
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    sub.add_argument(
+        "--step", default="graph", choices=("graph", "persistent"),
+        help="on CUDA: a graph of the step's kernels, or one kernel for the whole token",
+    )  # fmt: skip
     sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
 
 

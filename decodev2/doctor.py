@@ -123,6 +123,7 @@ def _extras() -> list[Check]:
         "jupyterlab": "pip install 'decodev2[lab]' for the notebooks",
         "ipywidgets": "pip install 'decodev2[lab]' for the notebooks",
         "llama_cpp": "pip install 'decodev2[peers]' to measure llama.cpp beside us",
+        "bitsandbytes": "pip install 'decodev2[peers]' to measure its NF4 products on CUDA",
     }
     return [
         _tool(name, importlib.util.find_spec(name) and "installed", required=False, fix=fix)

@@ -26,6 +26,10 @@ class PromptError(DecodeError):
     """Text or ids that the tokenizer, the template or the context cannot take."""
 
 
+class StepError(DecodeError):
+    """A step whose CTAs waited for each other in vain; the message names another way to take it."""
+
+
 class PlateError(DecodeError):
     """A recorded result that is incomplete, malformed or out of date."""
 

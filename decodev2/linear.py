@@ -9,6 +9,7 @@ codes, same scales, no bytes added but the padding to 16 rows.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from . import ladder, native, toggles
 from .errors import DecodeError
 from .nf4 import Packed
 from .panels import PanelLinear
+from .plan import GROUP
 
 ROW_BLOCK = 16
 
@@ -76,6 +78,12 @@ def nf4_linear(
 # ---- CUDA ----
 
 PLAIN, SWIGLU, HEAD = 0, 1, 2  # epilogues, GemvKind of csrc/launch.h
+# Columns from which a chunk goes to csrc/nf4_wgmma.cu when `prefill` is wgmma. Its narrowest tile
+# has 64 and takes the same time however many of them are padding; nf4_gemm.cu has tiles of 8, 16
+# and 32 as well. Where that one needs 32, from 17 on, it is already slower: 2.9 ms against 2.3 for
+# all products of a pass of Qwen2.5-3B on an H200, 15.6 against 15.2 for 32B; what it takes with 16
+# was not measured beside. From 65 on csrc/nf4_wgmma.cu has tiles of 128, or of 128 and 256.
+WGMMA_FROM = 17
 GEMV_VARIANTS = {"auto": -1, "direct": 0, "ring8x2": 1, "ring16x4": 2, "ring16x3": 3}
 
 
@@ -102,8 +110,9 @@ def cuda_product(
     """y = W x with an epilogue: + bias, + y (`add`), or silu(gate) * up (SWIGLU).
 
     x [n, cols], y [n, rows]. With `norm` [cols] x is RMS-normed on the way in. One column by the
-    GEMV may leave y as half fragments, too (`y_half`, SWIGLU), and take x from there (`x_half`).
-    With `shared` (`shared_tiles`) it may let two CTAs share a tile, where whole tiles are uneven.
+    GEMV may leave y as half, too (`y_half`, SWIGLU), and take x from there (`x_half`); many by
+    wgmma leave it there only. With `shared` (`shared_tiles`) the GEMV may let two CTAs share a
+    tile, where whole tiles are uneven.
     """
     t = toggles.current
     check_layout(w, len(x))
@@ -114,12 +123,35 @@ def cuda_product(
     elif len(x) == 1 and t.linear == "gemv":
         native.cuda("nf4_gemv").gemv(
             x, w.panels, w.tiles, y, kind, norm, eps, bias, y if add else None, None, None,
-            GEMV_VARIANTS[t.gemv], t.pdl, x_half, y_half, *(shared or (None, None)),
+            GEMV_VARIANTS[t.gemv], _start(), x_half, y_half, *(shared or (None, None)),
+        )  # fmt: skip
+    elif by_wgmma(x):
+        native.cuda("nf4_wgmma").gemm(
+            x, w.panels, w.tiles, y, kind, norm, eps, bias, add, scratch, w.level_exponent,
+            x_half, y_half, t.pdl,
         )  # fmt: skip
     else:
         native.cuda("nf4_gemm").gemm(
             x, w.panels, w.tiles, y, kind, norm, eps, bias, add, scratch, t.pdl
         )
+
+
+def by_wgmma(x: torch.Tensor) -> bool:
+    """Do products of this chunk go to csrc/nf4_wgmma.cu? Where not, csrc/nf4_gemm.cu takes them."""
+    chosen = toggles.current.prefill == "wgmma" and len(x) >= WGMMA_FROM
+    return chosen and has_wgmma(x.device)
+
+
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Does the card have the warpgroup products of sm_90a?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _start() -> int:
+    """How a GEMV starts: 0 plain, 1 programmatic launch, 2 that with nothing done ahead of it."""
+    t = toggles.current
+    return 0 if not t.pdl else 1 if t.ahead == "weights" else 2
 
 
 def check_layout(w, columns: int) -> None:
@@ -154,7 +186,7 @@ def cuda_head(
         return
     native.cuda("nf4_gemv").gemv(
         x, w.panels, w.tiles, logits, HEAD, norm, eps, None, None, values, ids,
-        GEMV_VARIANTS[t.gemv], t.pdl, None, None, None, None,
+        GEMV_VARIANTS[t.gemv], _start(), None, None, None, None,
     )  # fmt: skip
 
 
@@ -166,6 +198,15 @@ def shared_tiles(tiles: int, device: torch.device | str) -> tuple[torch.Tensor, 
 
 
 def cuda_scratch_bytes(shapes: list[tuple[int, int]], n: int) -> int:
-    """Scratch for products of up to n columns with matrices of (tiles, groups)."""
+    """Scratch for products of up to n columns with matrices of (tiles, groups), by any kernel."""
     need = native.cuda("nf4_gemm").workspace_bytes
-    return max(need(tiles, groups, columns) for tiles, groups in shapes for columns in {1, n})
+    size = max(need(tiles, groups, columns) for tiles, groups in shapes for columns in {1, n})
+    return max(size, *(wgmma_bytes(groups * GROUP, n) for _, groups in shapes))
+
+
+def wgmma_bytes(cols: int, n: int) -> int:
+    """Bytes of n columns of `cols` values as csrc/nf4_wgmma.cu reads them; 0 where it never runs.
+    Grows with n."""
+    if n < WGMMA_FROM or not has_wgmma(torch.device("cuda", torch.cuda.current_device())):
+        return 0
+    return native.cuda("nf4_wgmma").columns_bytes(cols, n)

@@ -77,6 +77,23 @@ def _missing_tools(cuda: bool) -> list[str]:
     return [name for name, path in found.items() if not path]
 
 
+def _module_name(
+    name: str, files: list[Path], flags: list[str], cuda_flags: list[str] | None
+) -> str:
+    import torch
+
+    key = source_hash(
+        files, " ".join(flags), str(cuda_flags), torch.__version__, sys.version.split()[0]
+    )
+    return f"decodev2_{name}_{key}"
+
+
+def _results(module_name: str) -> tuple[Path, Path]:
+    """Where a build leaves its library, and the mark that says that it ended well."""
+    folder = cache_folder() / module_name
+    return folder / f"{module_name}.so", folder / "complete"
+
+
 def _build(
     name: str,
     files: list[Path],
@@ -86,14 +103,9 @@ def _build(
 ):
     """Compile `files` (every one counts for the key, `.cpp` and `.cu` are sources) into an
     extension, or load the build that is already there."""
-    import torch
-
-    key = source_hash(
-        files, " ".join(flags), str(cuda_flags), torch.__version__, sys.version.split()[0]
-    )
-    module_name = f"decodev2_{name}_{key}"
-    folder = cache_folder() / module_name
-    library, complete = folder / f"{module_name}.so", folder / "complete"
+    module_name = _module_name(name, files, flags, cuda_flags)
+    library, complete = _results(module_name)
+    folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     # ninja may live in the virtual environment's bin without that being on PATH
     path = os.environ.get("PATH", "")
@@ -163,12 +175,16 @@ def _load(module_name: str, library: Path):
 CUDA_EXTENSIONS = (
     "nf4_gemv",
     "nf4_gemm",
+    "nf4_wgmma",
     "ladder_gemv",
     "attn",
     "attn_prefill",
     "ladder_attn",
     "step",
     "read_rate",
+    "persistent",
+    "handoff",
+    "ring_ablations",
 )  # csrc/NAME.cu and csrc/NAME_binding.cpp each
 
 
@@ -181,6 +197,12 @@ def gencode(major: int, minor: int) -> str:
 @functools.cache
 def cuda(name: str):
     """One extension of CUDA kernels, built for the current device. Raises BuildError."""
+    files, flags, cuda_flags = _cuda_recipe(name)
+    return _build(name, files, flags, csrc_folder(), cuda_flags)
+
+
+def _cuda_recipe(name: str) -> tuple[list[Path], list[str], list[str]]:
+    """Sources, flags of the C++ compiler, flags of nvcc."""
     import torch
 
     folder = csrc_folder()
@@ -189,7 +211,11 @@ def cuda(name: str):
     # its own -gencode makes torch leave $TORCH_CUDA_ARCH_LIST alone
     flags = [*CUDA_FLAGS, gencode(*torch.cuda.get_device_capability())]
     flags += os.environ.get("DECODEV2_NVCC_FLAGS", "").split()  # part of the key, e.g. -lineinfo
-    return _build(name, files, ["-O2", "-std=c++17"], folder, flags)
+    return files, ["-O2", "-std=c++17"], flags
+
+
+def _is_built(name: str) -> bool:
+    return all(path.exists() for path in _results(_module_name(name, *_cuda_recipe(name))))
 
 
 def find_nvcc() -> str | None:
@@ -219,17 +245,17 @@ except BuildError as error:
 
 
 def build_cuda() -> None:
-    """Build every CUDA extension, side by side, one process each. Raises BuildError."""
+    """Build every CUDA extension that is not built yet, side by side, one process each. Raises
+    BuildError."""
+    names = [name for name in CUDA_EXTENSIONS if not _is_built(name)]
     children = [
         subprocess.Popen(
             [sys.executable, "-c", _BUILD_ONE.format(name)], stdout=subprocess.PIPE, text=True
         )
-        for name in CUDA_EXTENSIONS
+        for name in names
     ]
     said = [child.communicate()[0].strip() for child in children]
-    failed = [
-        (n, s) for n, c, s in zip(CUDA_EXTENSIONS, children, said, strict=True) if c.returncode
-    ]
+    failed = [(n, s) for n, c, s in zip(names, children, said, strict=True) if c.returncode]
     if failed:
         names = ", ".join(name for name, _ in failed)
         raise BuildError(failed[0][1] or f"CUDA kernels did not build: {names}")

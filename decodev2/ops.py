@@ -14,7 +14,15 @@ import torch
 from . import ladder, native, toggles
 from .arena import Arena
 from .embed import embed_rows
-from .linear import SWIGLU, Linear, check_layout, cuda_head, cuda_product, nf4_linear
+from .linear import (
+    SWIGLU,
+    Linear,
+    by_wgmma,
+    check_layout,
+    cuda_head,
+    cuda_product,
+    nf4_linear,
+)
 from .load import LayerWeights, ModelWeights
 from .panels import PanelLinear
 from .state import DecodeState
@@ -55,11 +63,12 @@ def qkv(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
     )  # fmt: skip
 
 
-def attention(c: Arena, state: DecodeState, layer: int) -> None:
+def attention(c: Arena, state: DecodeState, layer: int, in_step: bool = False) -> None:
     """attn = grouped-query attention of every column over its own live prefix, after RoPE and after
-    its key and value are in the cache."""
+    its key and value are in the cache. `in_step`: position and cache were there before `embed`, so
+    a kernel that starts early may read them."""
     if c.x.is_cuda:
-        _cuda_attention(c, state, layer)
+        _cuda_attention(c, state, layer, in_step)
         return
     rope_kv(state, layer, c.position, c.q, c.k, c.v)
     kv = state.kv
@@ -69,14 +78,15 @@ def attention(c: Arena, state: DecodeState, layer: int) -> None:
 def project(x: torch.Tensor, w: Linear, c: Arena, state: DecodeState) -> None:
     """The residual stream += W x."""
     if x.is_cuda:
-        x_half = state.act_half if x is c.act and _act_is_half(c) else None
+        x_half = _half_act(c, state) if x is c.act else _half_attended(c, state)
         cuda_product(x, w, c.x, state.panel, add=True, x_half=x_half, shared=state.shared)
     else:
         nf4_linear(x, w, c.x, state.panel, add=True)
 
 
 def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
-    """act = silu(G rms(x)) * (U rms(x)), silu after the whole product."""
+    """act = silu(G rms(x)) * (U rms(x)), silu after the whole product. A chunk by wgmma leaves it
+    as half for `project` only."""
     if c.x.is_cuda:
         x, norm = _normed(c, state, layer.mlp_norm)
         tensors = {"norm": norm, "eps": state.spec.rms_eps}
@@ -84,7 +94,7 @@ def swiglu(c: Arena, state: DecodeState, layer: LayerWeights) -> None:
             check_layout(layer.gate_up[0], len(x))
             ladder.step_swiglu(x, layer.gate_up, c.act[0], state.panel, **tensors)
         else:
-            y_half = state.act_half if _act_is_half(c) else None
+            y_half = _half_act(c, state)
             cuda_product(x, layer.gate_up, c.act, state.panel, SWIGLU, y_half=y_half, **tensors)
         return
     rms(c.x, layer.mlp_norm, state.spec.rms_eps, c.h)
@@ -151,10 +161,22 @@ def rope_kv(
 # ---- CUDA ----
 
 
-def _act_is_half(c: Arena) -> bool:
-    """Does the GEMV of one column hand act on as half fragments?"""
+def _half_attended(c: Arena, state: DecodeState) -> torch.Tensor | None:
+    """Where one launch of attention leaves its output as half for a GEMV, if it does."""
     t = toggles.current
-    return c.x.is_cuda and len(c.x) == 1 and t.linear == "gemv" and t.act == "half"
+    if len(c.x) > 1 or (t.linear, t.attention, t.attended) != ("gemv", "one_launch", "half"):
+        return None
+    return state.attn_half
+
+
+def _half_act(c: Arena, state: DecodeState) -> torch.Tensor | None:
+    """Where act is handed on as half, if it is: by the GEMV of one column, or by wgmma."""
+    t = toggles.current
+    if t.act != "half":
+        return None
+    if len(c.x) == 1 and t.linear == "gemv":
+        return state.act_half
+    return state.act_columns if by_wgmma(c.x) else None
 
 
 def _normed(c: Arena, state: DecodeState, weight: torch.Tensor):
@@ -165,7 +187,7 @@ def _normed(c: Arena, state: DecodeState, weight: torch.Tensor):
     return c.h, None
 
 
-def _cuda_attention(c: Arena, state: DecodeState, layer: int) -> None:
+def _cuda_attention(c: Arena, state: DecodeState, layer: int, in_step: bool) -> None:
     kv, t = state.kv, toggles.current
     buffers = (
         c.q, c.k, c.v, state.cos, state.sin, c.position, c.valid_len, kv.k[layer], kv.v[layer],
@@ -185,4 +207,8 @@ def _cuda_attention(c: Arena, state: DecodeState, layer: int) -> None:
     elif t.attention == "two_launch":
         native.cuda("ladder_attn").flash_two_launch(*buffers, True, 0, t.pdl)
     else:
-        attn.decode(*buffers, True, 0, t.pdl)
+        start = 0 if not t.pdl else 2 if in_step and t.ahead == "weights" else 1
+        if _half_attended(c, state) is None:
+            attn.decode(*buffers, True, 0, start)
+        else:
+            attn.decode_to_half(*buffers, state.attn_half, 0, start)

@@ -6,8 +6,9 @@ copies want them; rows are padded to whole tiles of 16, nothing else is added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +33,7 @@ class PanelLinear:
     panels: torch.Tensor
     rows: int
     cols: int
+    largest_scale: float
 
     @property
     def tiles(self) -> int:
@@ -41,6 +43,12 @@ class PanelLinear:
     def nbytes(self) -> int:
         return self.panels.nbytes
 
+    @property
+    def level_exponent(self) -> int:
+        """Levels times its power of two times any scale fit half, with as many bits as they can
+        have: small weights are no subnormal numbers there."""
+        return min(15, 15 - math.frexp(self.largest_scale)[1])
+
 
 def from_packed(packed: Packed | Sequence[Packed], device: torch.device | str) -> PanelLinear:
     """One matrix, or several of the same width stacked row on row (q, k, v), on `device`."""
@@ -49,7 +57,8 @@ def from_packed(packed: Packed | Sequence[Packed], device: torch.device | str) -
         torch.cat(list(p)) for p in zip(*(_upload(p, device) for p in parts), strict=True)
     )
     rows = codes.shape[0]
-    return PanelLinear(_pack(*_pad_rows(codes, scales, TILE_ROWS)), rows, parts[0].shape[1])
+    panels = _pack(*_pad_rows(codes, scales, TILE_ROWS))
+    return PanelLinear(panels, rows, parts[0].shape[1], float(scales.max()))
 
 
 def gate_up_from_packed(gate: Packed, up: Packed, device: torch.device | str) -> PanelLinear:
@@ -61,12 +70,12 @@ def gate_up_from_packed(gate: Packed, up: Packed, device: torch.device | str) ->
         )
         for pair in zip(*halves, strict=True)
     )
-    return PanelLinear(_pack(codes, scales), gate.shape[0], gate.shape[1])
+    return PanelLinear(_pack(codes, scales), gate.shape[0], gate.shape[1], float(scales.max()))
 
 
 def plain_rows(gate_up: PanelLinear) -> PanelLinear:
     """A gate/up matrix seen as its rows: per tile 8 gate rows, then the 8 up rows of the units."""
-    return PanelLinear(gate_up.panels, gate_up.tiles * TILE_ROWS, gate_up.cols)
+    return replace(gate_up, rows=gate_up.tiles * TILE_ROWS)
 
 
 def panel_shapes(spec: ArchSpec, head: bool) -> list[tuple[int, int]]:

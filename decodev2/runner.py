@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import ModelError, PromptError
+from .graph import ChunkGraph
 from .load import ModelWeights
 from .plan import ArchSpec
 from .prefill import consume_prompt
@@ -96,13 +97,16 @@ def generate(
     chunk: int | None = None,
     step: Callable[[], None] | None = None,
     steps_per_read: int = 1,
+    full: ChunkGraph | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Result:
     """Greedy tokens after `prompt_ids`. Pass no `eos_ids` to run through end tokens.
 
-    `step()` takes one greedy step (a graph's `replay`; left out, the eager step). The host reads
-    ids once in `steps_per_read` steps: no step waits for that, and past an end token the state
-    stands still. `on_token(id)` is called once per new id. Raises PromptError before the state is
-    touched.
+    `chunk` and `full` are those of `forward_prefill`. `step()` takes one greedy step (a graph's
+    `replay`; left out, the eager step). The host reads ids once in `steps_per_read` steps: no step
+    waits for that, and past an end token the state stands still. `check()` may raise before ids
+    that were read count. `on_token(id)` is called once per new id. Raises PromptError before the
+    state is touched.
     """
     spec = weights.spec
     check_prompt(spec, prompt_ids, max_new_tokens)
@@ -112,7 +116,7 @@ def generate(
     unread: list[int] = []
 
     def first() -> int:
-        consume_prompt(state, weights, prompt_ids, chunk)
+        consume_prompt(state, weights, prompt_ids, chunk, full)
         return int(state.token)
 
     def following() -> int:
@@ -123,6 +127,8 @@ def generate(
             for _ in range(steps):
                 step()
             unread.extend(reversed(state.history[taken + 1 : taken + steps + 1].tolist()))
+            if check:
+                check()
         taken += 1
         return unread.pop()
 

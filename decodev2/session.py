@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +15,17 @@ from pathlib import Path
 
 import torch
 
-from . import native, oracle, runner, toggles, tokenloop
-from .errors import DecodeError, ModelError
-from .graph import DecodeGraph, capture_or_none
+from . import native, oracle, persistent, runner, toggles, tokenloop
+from .errors import BuildError, DecodeError, ModelError
+from .graph import ChunkGraph, DecodeGraph, capture_or_none, capture_step, full_chunk
 from .load import ChrModel, ModelWeights, load_weights, open_model
-from .plan import LIVE_MAX_N, ArchSpec
+from .plan import ArchSpec
 from .runner import OnToken, Result
 from .state import DecodeState, allocate_state
 from .text import Text, load_text
 
 EXECUTORS = ("auto", "decodev2", "tokenloop", "oracle")
+STEPS = ("graph", "persistent")  # on CUDA: a graph of the step's kernels, or one kernel for a token
 STEPS_PER_READ = 8  # graph replays per host read: the device never waits for Python
 
 
@@ -41,6 +44,8 @@ class Session:
     load_s: float
     warmup_s: float
     graph: DecodeGraph | None = None  # CUDA: the captured step
+    full: ChunkGraph | None = None  # CUDA: a full chunk of a prompt, captured when it comes again
+    persistent: persistent.PersistentStep | None = None  # what it captured, if it is this one
 
     @property
     def packed_bytes(self) -> int:
@@ -64,6 +69,20 @@ class Session:
         work."""
         eos_ids = () if ignore_eos else self.spec.eos_ids
         if self.executor == "decodev2":
+            return self._decode(prompt_ids, max_new_tokens, eos_ids, on_token)
+        if self.executor == "tokenloop":
+            return tokenloop.generate(self.weights, prompt_ids, max_new_tokens, eos_ids, on_token)
+        return _oracle_generate(self.model, prompt_ids, max_new_tokens, eos_ids, on_token)
+
+    def _decode(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        eos_ids: tuple[int, ...],
+        on_token: OnToken | None,
+    ) -> Result:
+        one = self.persistent
+        try:
             return runner.generate(
                 self.state,
                 self.weights,
@@ -73,10 +92,14 @@ class Session:
                 on_token,
                 step=self.graph.replay if self.graph else None,
                 steps_per_read=STEPS_PER_READ if self.graph else 1,
+                full=self.full,
+                check=functools.partial(persistent.check, one) if one else None,
             )
-        if self.executor == "tokenloop":
-            return tokenloop.generate(self.weights, prompt_ids, max_new_tokens, eos_ids, on_token)
-        return _oracle_generate(self.model, prompt_ids, max_new_tokens, eos_ids, on_token)
+        except BaseException:
+            # Steps may be on their way still, and one that failed leaves hand-offs of two layers.
+            if one:
+                persistent.clear(one)
+            raise
 
     def close(self) -> None:
         self.model.tensors.close()
@@ -88,15 +111,19 @@ def open_session(
     executor: str = "auto",
     device: str = "auto",
     max_seq: int | None = None,
-    chunk: int = LIVE_MAX_N,
+    chunk: int | None = None,
+    step: str = "graph",
 ) -> Session:
     """Load a packed model and warm it up. `chr_path` defaults to FOLDER.chr beside the folder.
 
-    `auto` picks Decode V2. Raises a DecodeError subclass, in one line, when folder and file do not
-    fit.
+    `auto` picks Decode V2. `chunk` is prompt columns per pass, left to the device if None. `step`
+    persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model.
+    Raises a DecodeError subclass, in one line, when folder and file do not fit.
     """
     if executor not in EXECUTORS:
         raise DecodeError(f"executor {executor!r} is unknown; needs one of {', '.join(EXECUTORS)}")
+    if step not in STEPS:
+        raise DecodeError(f"step {step!r} is unknown; needs one of {', '.join(STEPS)}")
     executor = "decodev2" if executor == "auto" else executor
     device = pick_device(device)
     folder = Path(folder)
@@ -104,13 +131,15 @@ def open_session(
 
     model = open_model(folder, chr_path, max_seq)
     try:
-        return _loaded(model, load_text(folder), executor, device, chunk)
+        return _loaded(model, load_text(folder), executor, device, chunk, step)
     except BaseException:
         model.tensors.close()
         raise
 
 
-def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int) -> Session:
+def _loaded(
+    model: ChrModel, text: Text, executor: str, device: str, chunk: int | None, step: str
+) -> Session:
     weights = state = None
     if executor != "oracle":
         build_kernels(device)  # a first build must not count as loading
@@ -127,9 +156,26 @@ def _loaded(model: ChrModel, text: Text, executor: str, device: str, chunk: int)
     if executor != "oracle":  # first calls pay for page faults, thread start and graph capture
         session.generate([0], 2 if model.spec.max_seq > 1 else 1, ignore_eos=True)
         if state is not None and device != "cpu":
-            session.graph = capture_or_none(state, weights)
+            session.full = full_chunk(state, weights)
+            if step == "persistent":
+                session.persistent, session.graph = _persistent_or_none(state, weights)
+            session.graph = session.graph or capture_or_none(state, weights)
         session.warmup_s = time.perf_counter() - loaded
     return session
+
+
+def _persistent_or_none(state: DecodeState, weights: ModelWeights):
+    """The persistent step and its graph; (None, None) with a notice where it does not fit, or where
+    something else on the card leaves no room for all of its CTAs."""
+    try:
+        one = persistent.prepare(state, weights)
+        return one, capture_step(state, functools.partial(persistent.greedy_decode, one))
+    except (ModelError, RuntimeError) as error:
+        if isinstance(error, BuildError):
+            raise
+        reason = str(error).split("\n", 1)[0]
+        print(f"decodev2: {reason}; stepping by the graph", file=sys.stderr)
+        return None, None
 
 
 def build_kernels(device: str) -> None:

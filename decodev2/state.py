@@ -15,9 +15,9 @@ from . import native
 from .arena import Arena, allocate_arena, panel_size
 from .errors import ModelError
 from .kv import GraphSafeKV, allocate_kv
-from .linear import cuda_scratch_bytes, shared_tiles
+from .linear import cuda_scratch_bytes, shared_tiles, wgmma_bytes
 from .panels import panel_shapes
-from .plan import GROUP, LIVE_MAX_N, ArchSpec
+from .plan import GROUP, ArchSpec, chunk_on
 from .rope import rope_tables
 
 MAX_EOS_IDS = 8
@@ -44,6 +44,8 @@ class DecodeState:
     scores: torch.Tensor  # scratch of attention; on the CPU [n_q, max_seq + 16]
     counters: torch.Tensor | None = None  # [n_q] int32, CUDA attention; launches leave them zero
     act_half: torch.Tensor | None = None  # CUDA: [intermediate] of one column as half fragments
+    attn_half: torch.Tensor | None = None  # CUDA: attention's column, [q_dim], the same
+    act_columns: torch.Tensor | None = None  # CUDA: act of a chunk as half tiles, where wgmma runs
     shared: tuple[torch.Tensor, ...] = ()  # CUDA GEMV: `linear.shared_tiles`
     candidates: tuple[torch.Tensor, ...] = ()  # CUDA head: best logit and id of each CTA
 
@@ -62,16 +64,18 @@ class DecodeState:
     @property
     def nbytes(self) -> int:
         """Bytes of KV cache, arenas, tables and scratch."""
-        own = (self.cos, self.sin, self.logits, self.panel, self.scores, *self.candidates)
+        own = [self.cos, self.sin, self.logits, self.panel, self.scores, *self.candidates]
+        own += [] if self.act_columns is None else [self.act_columns]
         return self.kv.nbytes + self.decode.nbytes + self.prompt.nbytes + sum(t.nbytes for t in own)
 
 
-def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N) -> DecodeState:
+def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int | None = None) -> DecodeState:
     """Allocate everything a request of up to `spec.max_seq` positions needs; nothing is allocated
-    later."""
+    later. `chunk`, the prompt columns per pass, is left to the device (`plan.chunk_on`) if it is
+    None; it is never more than the cache holds."""
     cos, sin = (torch.from_numpy(t).to(device) for t in rope_tables(spec))
-    chunk = min(chunk, spec.max_seq)
-    on_cpu = torch.device(device).type == "cpu"
+    kind = torch.device(device).type
+    chunk = min(chunk_on(kind) if chunk is None else chunk, spec.max_seq)
     return DecodeState(
         spec=spec,
         decode=allocate_arena(spec, 1, device),
@@ -84,7 +88,7 @@ def allocate_state(spec: ArchSpec, device: str = "cpu", chunk: int = LIVE_MAX_N)
         finished=torch.zeros(1, dtype=torch.uint8, device=device),
         history=torch.zeros(spec.max_seq + 1, dtype=torch.int64, device=device),
         eos_ids=torch.full((MAX_EOS_IDS,), UNUSED, dtype=torch.int64, device=device),
-        **(_cpu_scratch(spec, chunk) if on_cpu else _cuda_scratch(spec, chunk, device)),
+        **(_cpu_scratch(spec, chunk) if kind == "cpu" else _cuda_scratch(spec, chunk, device)),
     )
 
 
@@ -117,14 +121,24 @@ def _cuda_scratch(spec: ArchSpec, chunk: int, device: str) -> dict:
         "scores": torch.zeros(partials, device=device),
         "counters": torch.zeros(spec.n_q, dtype=torch.int32, device=device),
         "shared": shared_tiles(max(tiles for tiles, _ in panel_shapes(spec, head=False)), device),
-        "act_half": torch.zeros(
-            -(-spec.intermediate // GROUP) * 128, dtype=torch.uint8, device=device
-        ),
+        "act_half": _half_column(spec.intermediate, device),
+        "attn_half": _half_column(spec.q_dim, device),
+        "act_columns": _act_columns(spec, chunk, device),
         "candidates": (
             torch.zeros(slots, device=device),
             torch.full((slots,), -1, dtype=torch.int32, device=device),
         ),
     }
+
+
+def _half_column(width: int, device: str) -> torch.Tensor:
+    return torch.zeros(-(-width // GROUP) * 128, dtype=torch.uint8, device=device)
+
+
+def _act_columns(spec: ArchSpec, chunk: int, device: str) -> torch.Tensor | None:
+    with torch.cuda.device(device):
+        size = wgmma_bytes(spec.intermediate, chunk)
+    return torch.zeros(size, dtype=torch.uint8, device=device) if size else None
 
 
 def reset(state: DecodeState, eos_ids: tuple[int, ...] = ()) -> None:

@@ -36,7 +36,7 @@ def forward(
     for i, layer in enumerate(weights.layers):
         ops.qkv(c, state, layer)
         watch(f"layer {i} attn_in", c.h)
-        ops.attention(c, state, i)
+        ops.attention(c, state, i, in_step=True)
         watch(f"layer {i} q", c.q)
         watch(f"layer {i} k", c.k)
         watch(f"layer {i} v", c.v)

@@ -1,6 +1,7 @@
 """The switches of the CUDA step: which kernel stands behind an op. Ablations and widgets turn them.
 
-They are read when an op is launched, so a captured graph keeps the kernels it was captured with.
+They are read when an op is launched, so a captured step keeps the kernels it was captured with; a
+chunk of a prompt is captured anew when they are turned (`graph.ChunkGraph`).
 `CHR_NF4_DECODE=mma|gemv|rows` sets `linear`; `CHR_NF4_GEMV_NR` is what `nr` auto takes if set.
 """
 
@@ -16,12 +17,20 @@ from .errors import DecodeError
 CHOICES = {
     # products of one column: the prefill kernel, the GEMV, or the rungs on row-major weights
     "linear": ("mma", "gemv", "rows"),
+    # products of a chunk of the prompt: by warps, or by the warpgroup instructions of sm_90a where
+    # the card has them and the chunk is wide enough (linear.WGMMA_FROM), elsewhere still by warps
+    "prefill": ("wgmma", "mma"),
     "gemv": ("auto", "direct", "ring8x2", "ring16x4", "ring16x3"),
     "norm": ("inside", "alone"),  # RMSNorm inside the product that reads it, or its own kernel
     "attention": ("one_launch", "two_launch", "one_warp", "sdpa", "rope_apart"),
-    # what the GEMV of gate and up hands to the one of down: half fragments, or act itself
+    # what the product of gate and up hands to the one of down: act as half, as that one reads it,
+    # or act itself; one column by the GEMV and chunks by wgmma can do both
     "act": ("half", "float"),
+    "attended": ("half", "float"),  # the same of attention for the product of o, by the GEMV only
     "pdl": (True, False),  # programmatic dependent launch
+    # what kernels do with it before the one ahead has ended: the GEMV brings weights and builds its
+    # table, attention asks for keys and values; or nothing
+    "ahead": ("weights", "nothing"),
     # of `rows` only (ladder.py): where the levels live, rows that share x, x staged whole, and
     # q, k, v or gate, up in one launch or several
     "table": ("lut_constant", "lut_shared", "lut_shuffle", "lut_byte_permute", "lut_pair"),
@@ -34,11 +43,14 @@ CHOICES = {
 @dataclass
 class Toggles:
     linear: str = "mma"
+    prefill: str = "wgmma"
     gemv: str = "auto"
     norm: str = "inside"
     attention: str = "one_launch"
     act: str = "half"
+    attended: str = "half"
     pdl: bool = True
+    ahead: str = "weights"
     table: str = "lut_shared"
     nr: int | str = "auto"
     stage_x: bool = False

@@ -1,0 +1,197 @@
+// What the phases of persistent.cu share: words that carry data and flag in one, the waiting for them, and who owns
+// which panels. Hopper and newer; torch-free.
+#pragma once
+#include <algorithm>
+
+#include "attn.cuh"
+#include "device.cuh"
+#include "launch.h"
+#include "nf4.cuh"
+#include "persistent.h"
+
+namespace decodev2 {
+
+constexpr int kWarps = 16;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kStagePanels = 8;               // two groups of eight warps take stages in turn: even ones, odd ones
+constexpr int kStageBytes = kStagePanels * kPanelBytes;
+constexpr int kHoles = 256;                   // 128 B each beside the table's rows, 64 numbers of x as half
+constexpr int kBufferSlots = 104;             // sums of a warp for a tile that fit one of the two buffers
+constexpr int kBufferBytes = kBufferSlots * kTileRows * 4;
+
+constexpr int kAttending = 8;                 // warps that attend, 16 positions of a chunk at a time
+constexpr int kShortChunk = 16 * kAttending;  // positions that they take at once: of a chunk, while there are CTAs
+constexpr int kHeadsPerKv = 8;                // query heads of a KV head at most (columns of an MMA)
+
+struct List {        // the panels a CTA takes of one matrix, in stream order; the same in every layer
+  int tile, panel;   // of the first one: panel `panel` of tile `tile`
+  int count;
+  int width;         // panels of a tile
+  float per_width;   // 1 / width
+  int next_panel;    // kWarps panels on: this many panels further in a tile
+  int next_sums;     // and this many floats further among the sums, for the tiles between
+  int slots;         // warps that take panels of one tile: a power of 2
+  int batch;         // tiles whose sums fit a buffer
+  int tile_bytes;    // of a row tile
+  int narrower;      // bytes that a tile's last panel has less than the others
+  int first_stage;   // of the layer's stages
+};
+
+struct Batch {       // of a list: whole tiles, but where the list begins or ends within one
+  int tile, panel;   // of the first one
+  int count;         // panels
+};
+
+enum { kQkv, kO, kFirstAct, kSecondAct, kDown, kHead, kLists };
+
+struct Shares {      // of a CTA
+  List lists[kLists];
+  int layer_stages;  // of one layer
+  int stages;        // and with those of the head, which follow
+};
+
+struct Stage {      // what comes into a slot of the ring by one copy
+  uint32_t offset;  // in its matrix, in 16 bytes
+  uint16_t size;    // in 16 bytes
+  uint16_t matrix;  // of PersistentLayer; 4 is the head
+};
+
+// With its barrier, its counter, and another barrier where every lane arrives: a counter is not followed either.
+constexpr int kSlotBytes = kStageBytes + 8 + 4 + (kArrivals > 1 ? 8 : 0);
+
+struct Chunks {  // of the live prefix
+  int length, count;
+};
+
+struct Token {  // of a launch, in shared memory
+  int position;
+  uint32_t parity;    // of the first layer
+  uint32_t x_parity;  // of the first x of attention's norm, of which a token has one more
+  Chunks chunks;
+  int kv_head, chunk;  // that this CTA attends to, if there is such a chunk
+};
+
+// Of a CTA, in the tables and in shared memory.
+__host__ __device__ __forceinline__ int shares_bytes(const PersistentArguments& a) {
+  return static_cast<int>(sizeof(Shares) + a.most_stages * sizeof(Stage));
+}
+
+// ---- lists ---------------------------------------------------------------------------------------------
+
+// The batch that starts `tiles` tiles and `panels` panels behind the list's beginning.
+__host__ __device__ __forceinline__ Batch batch_of(const List& list, int tiles, int panels) {
+  const int panel = tiles ? 0 : list.panel, left = list.count - panels;
+  return {list.tile + tiles, panel, left < list.batch * list.width - panel ? left : list.batch * list.width - panel};
+}
+
+__host__ __device__ __forceinline__ int stages_of(int count) { return (count + kStagePanels - 1) / kStagePanels; }
+
+#ifdef DECODEV2_HOPPER
+
+constexpr unsigned kHalfRound = 150;  // nanoseconds, of a look at a word that another CTA writes
+
+// What lies at `offset` of shared memory. `zero` is 0, but the compiler does not know that: it would otherwise work out
+// all addresses ahead of the loop over products and have no registers left inside.
+template <typename T>
+__device__ __forceinline__ T* at(int offset, uint32_t zero) {
+  return reinterpret_cast<T*>(dynamic_shared() + (offset + zero));
+}
+
+// ---- one bit of every word says which layer wrote it --------------------------------------------------
+
+__device__ __forceinline__ uint32_t tagged(uint32_t v, uint32_t tag) { return (v & ~1u) | tag; }
+__device__ __forceinline__ uint32_t tagged(float v, uint32_t tag) { return tagged(__float_as_uint(v), tag); }
+
+// What the words carry: the same bits whatever the tag.
+__device__ __forceinline__ float untagged(uint32_t word) { return __uint_as_float(word & ~1u); }
+__device__ __forceinline__ uint4 untagged(const uint4& v) {
+  return make_uint4(v.x & ~1u, v.y & ~1u, v.z & ~1u, v.w & ~1u);
+}
+
+__device__ __forceinline__ bool arrived(const uint4& v, uint32_t tag) {
+  return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 1u) == 0;
+}
+
+__device__ __forceinline__ bool arrived(const uint2& v, uint32_t tag) { return (((v.x ^ tag) | (v.y ^ tag)) & 1u) == 0; }
+
+// Up to kCount pieces that are waited for together, those whose bit is set in `wanted`; the others are 0.
+template <typename Word, int kCount>
+struct Pieces {
+  Word word[kCount];
+  uint32_t wanted;
+};
+
+template <typename Word, int kCount>
+__device__ __forceinline__ bool arrived(const Pieces<Word, kCount>& v, uint32_t tag) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (v.wanted >> i & 1) all &= arrived(v.word[i], tag);
+  return all;
+}
+
+__device__ __forceinline__ void load_into(uint2& v, const uint32_t* from) { v = load_two_words(from); }
+__device__ __forceinline__ void load_into(uint4& v, const uint32_t* from) { v = load_words(from); }
+
+// Piece i lies at address(i).
+template <typename Word, int kCount, typename Address>
+__device__ __forceinline__ Pieces<Word, kCount> load_pieces(uint32_t wanted, Address address) {
+  Pieces<Word, kCount> v;
+  v.wanted = wanted;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v.word[i] = {};
+    if (wanted >> i & 1) load_into(v.word[i], address(i));
+  }
+  return v;
+}
+
+// What load() brings once all of it is of this layer; `first` is a look that was taken before. Two looks are on their
+// way at a time, half a round trip apart. A hand-off that never comes is written to `fault` and given up, and so is
+// then, in a thousandth of the patience, every other one: the kernel ends, the host raises. `a` has the patience and
+// the fault.
+template <typename Arguments, typename Words, typename Load>
+__device__ __forceinline__ Words await(const Arguments& a, int where, uint32_t tag, Words first, Load load) {
+  if (arrived(first, tag)) return first;
+  const long long start = clock64();
+  first = load();
+  __nanosleep(kHalfRound);
+#pragma unroll 1
+  for (;;) {
+    Words second = load();
+    if (arrived(first, tag)) return first;
+    first = second;
+    const long long waited = clock64() - start;
+    if (waited > a.patience >> 10) {
+      if (waited > a.patience) store_word(a.fault, 1u + where);
+      if (load_word(a.fault)) return first;
+    }
+  }
+}
+
+template <typename Arguments, typename Load>
+__device__ __forceinline__ auto await(const Arguments& a, int where, uint32_t tag, Load load) {
+  return await(a, where, tag, load(), load);
+}
+
+// sum += what a writer has; nothing of a piece that was not wanted, whose words are 0.
+__device__ __forceinline__ void add_untagged(float4& sum, const uint4& v) {
+  sum.x += untagged(v.x), sum.y += untagged(v.y), sum.z += untagged(v.z), sum.w += untagged(v.w);
+}
+
+// Where half2 `pair` (k = 2 pair) of a column lies in the words of a hand-off: block by block in fragment order, as
+// load_x of persistent.cu takes them.
+__device__ __forceinline__ int word_of(int pair) {
+  return (pair >> 5) * 32 + (pair >> 4 & 1) * 16 + (pair & 3) * 4 + (pair >> 3 & 1) * 2 + (pair >> 2 & 1);
+}
+
+// Cycles, for the time line, in a kernel of its own: what is only asked for at run time costs registers all the same.
+template <bool kTimed>
+__device__ __forceinline__ void stamp(const PersistentArguments& a, int layer, int place, bool mine) {
+  if (kTimed && mine)
+    a.timeline[(static_cast<int64_t>(layer) * kStamps + place) * gridDim.x + blockIdx.x] = clock64();
+}
+
+#endif  // DECODEV2_HOPPER
+
+}  // namespace decodev2
