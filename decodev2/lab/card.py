@@ -394,7 +394,7 @@ def _git(root: Path, timeout: float, *arguments: str) -> tuple[str, str | None]:
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            _kill(process)
+            kill_group(process)
             return "", f"git did not answer in {timeout:g} s"
         out.seek(0)
         err.seek(0)
@@ -411,7 +411,8 @@ def _git(root: Path, timeout: float, *arguments: str) -> tuple[str, str | None]:
     return "", f"git {arguments[0]} failed with status {status}"
 
 
-def _kill(process: subprocess.Popen) -> None:
+def kill_group(process: subprocess.Popen) -> None:
+    """End a process started as a session of its own, and what it started."""
     if sys.platform == "win32":
         process.kill()
     else:

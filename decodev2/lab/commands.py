@@ -58,8 +58,8 @@ def run_all_command(
     stale: bool = False,
 ) -> int:
     """Record every experiment that this machine can run: those for CUDA where there is a device,
-    else those for the CPU. A plate of the same experiment, card and parameters is superseded: it
-    goes once the new one is saved.
+    else those for the CPU. Those that stand APART are named and left out. A plate of the same
+    experiment, card and parameters is superseded: it goes once the new one is saved.
 
     `params` go to the experiments that have them. With `stale` only those whose newest plate here
     was made by other kernels run. One line per experiment; 1 if any of them failed, whose old plate
@@ -69,6 +69,8 @@ def run_all_command(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = [name for name in experiments.names() if experiments.get(name).DEVICE == device]
+    apart = [name for name in chosen if getattr(experiments.get(name), "APART", False)]
+    chosen = [name for name in chosen if name not in apart]
     _check_known(params, chosen)
     slug = card.card(device)["slug"]
     results = []
@@ -85,6 +87,8 @@ def run_all_command(
     else:
         total = sum(result["seconds"] for result in results)
         print(f"{len(results)} experiments in {total:.0f} s")
+        if apart:
+            print(f"left out, to be run by name: {', '.join(apart)}")
     return 1 if any(result["error"] for result in results) else 0
 
 

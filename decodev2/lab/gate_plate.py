@@ -56,21 +56,30 @@ def record(device: str, progress: Callable[[int, int, str], None] = lambda *_: N
         card=machine,
         params={
             "prompt": gates.PROMPT,
-            "models": [f"{spec.name}, seed {seed}" for spec, seed in gates.CASES],
+            "models": [f"{spec.name}, seed {seed}" for spec, seed in gates.cases(device)],
         },
         columns=COLUMNS,
-        rows=[asdict(row) | {"note": _without_folders(row.note)} for row in rows],
+        rows=[_row(row) for row in rows],
         code=code,
-        notes=[f"{g.__name__}: {' '.join(g.__doc__.split())}" for g in gates.gates_on(device)],
+        notes=[f"{g.__name__}: {' '.join(g.__doc__.split())}" for g in gates.all_gates(device)],
     )
 
 
+def _row(row) -> dict:
+    """A row of the plate. What did not run here has no verdict, but a reason."""
+    ok = plate.Missing(row.note) if row.ok is None else row.ok
+    return asdict(row) | {"ok": ok, "note": _without_folders(row.note)}
+
+
 def _verdict(rows: list) -> str:
-    failed = [row for row in rows if not row.ok]
+    failed = [row for row in rows if row.ok is False]
+    left_out = [row for row in rows if row.ok is None]
+    paths = ", ".join(dict.fromkeys(row.kernels for row in left_out))
+    rest = f" Not run here: {paths} ({len(left_out)} rows)." if left_out else ""
     if not failed:
-        return f"Passed, {len(rows)} rows."
+        return f"Passed, {len(rows) - len(left_out)} rows.{rest}"
     names = ", ".join(dict.fromkeys(row.gate for row in failed))
-    return f"FAILED: {names} ({len(failed)} of {len(rows)} rows)."
+    return f"FAILED: {names} ({len(failed)} of {len(rows)} rows).{rest}"
 
 
 def _without_folders(text: str) -> str:
@@ -92,9 +101,9 @@ def faults(path: Path, device: str, root: Path = card.PROJECT) -> list[str]:
         found.append(f"{path}: names other sources than {', '.join(DEPENDS[device])}")
     elif not card.is_current(made.code, root):
         found.append(f"{path}: was made with kernel sources {made.code['depends']['hash']}")
-    failed = sorted({row["gate"] for row in made.rows if row["ok"] is not True})
-    if failed:
-        found.append(f"{path}: {', '.join(failed)} failed")
+    for ok, what in ((False, "failed"), (None, "did not run")):
+        if gates_of := sorted({row["gate"] for row in made.rows if row["ok"] is ok}):
+            found.append(f"{path}: {', '.join(gates_of)} {what}")
     rows = {(row["gate"], row["model"], row["kernels"]) for row in made.rows}
     if missing := gates.expected_rows(device) - rows:
         found.append(f"{path}: {len(missing)} rows are missing, e.g. {', '.join(min(missing))}")
@@ -104,7 +113,8 @@ def faults(path: Path, device: str, root: Path = card.PROJECT) -> list[str]:
 def gates_command(device: str, runs_dir: str | Path, as_json: bool = False) -> int:
     """Run the gates, save their plate and index it; 1 when a gate failed.
 
-    Prints failed rows, the verdict and the plate's path, or with `as_json` the plate.
+    Prints failed rows, the verdict and the plate's path, or with `as_json` the plate. Gates of
+    kernels that this card cannot run do not fail, but their plate does not vouch for the kernels.
     """
     import contextlib
 
@@ -116,13 +126,13 @@ def gates_command(device: str, runs_dir: str | Path, as_json: bool = False) -> i
         made = record(device, progress)
         path = plate.save(made, runs_dir)
         plate.index(runs_dir)
-    failed = [row for row in made.rows if not row["ok"]]
+    failed = [row for row in made.rows if row["ok"] is False]
     if as_json:
         sys.stdout.write(plate.dumps(plate.clean(made)))
         return 1 if failed else 0
     for row in failed:
         print(
-            f"failed  {row['gate']:24s}{row['model']:16s}{row['kernels']:14s}"
+            f"failed  {row['gate']:24s}{row['model']:16s}{row['kernels']:20s}"
             f"{row['measured']:.4g}, limit {row['limit']:g}  {row['note']}".rstrip()
         )
     print(made.verdict)

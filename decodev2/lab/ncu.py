@@ -1,11 +1,13 @@
 """Hardware counters by Nsight Compute: one `ncu` run over a child process, its CSV parsed.
 
 The child (`python -m decodev2.lab.ncu OUT KERNEL:SHAPE ...`) launches each target's kernel exactly
-once, checks the result and writes the errors as JSON; `collect` pairs them with the CSV's rows.
+once while it lets ncu look, checks the result and writes the errors as JSON; `collect` pairs them
+with the CSV's rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -21,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import ladder, native, ops, panels, plan, state, toggles
+from .. import ladder, load, native, ops, panels, persistent, plan, state, step, synth, toggles
 from ..errors import DecodeError
-from ..linear import cuda_product
+from ..linear import cuda_product, cuda_scratch_bytes
 from ..nf4 import Packed, decode_nf4
 from .card import PROJECT
 from .cases import SHAPES, random_weights
@@ -31,6 +33,9 @@ from .cases import SHAPES, random_weights
 TIMEOUT_S = 300
 CHECKED_ROWS = 1024  # of a matrix: the whole head in float64 would take longer than its profile
 ATTENTION_SHAPES = {"3B at 100": 100, "3B at 2000": 2000}
+PROMPT_COLUMNS = 256
+PROMPT_SHAPES = {f"{name} x {PROMPT_COLUMNS}": name for name in ("gate_proj", "down_proj")}
+STEP_SHAPES = {"3B step at 100": 100}
 MAX_SEQ = 2048
 
 # What is asked of ncu, by our name: the first one that this chip has is taken.
@@ -63,11 +68,13 @@ _SCALES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a target is launched: `name` is a pattern of the kernel's C++ name."""
+    """How a target is launched: `name` is a pattern of the kernel's C++ name, `limit` what its
+    result may be off by."""
 
     name: str
     switches: dict
     shapes: tuple[str, ...]
+    limit: float = 1e-3
 
 
 MATRICES = ("o_proj", "down_proj", "gate_proj", "lm_head")
@@ -80,6 +87,10 @@ KERNELS = {
     "attention, one warp": Kernel(
         "attn_one_warp_kernel", {"attention": "one_warp"}, tuple(ATTENTION_SHAPES)
     ),
+    "prompt by mma": Kernel("nf4_gemm", {"prefill": "mma"}, tuple(PROMPT_SHAPES)),
+    "prompt by wgmma": Kernel("nf4_wgmma", {"prefill": "wgmma"}, tuple(PROMPT_SHAPES)),
+    # after many layers, beside the logits of the step by its kernels
+    "one kernel a token": Kernel("persistent_step", {}, tuple(STEP_SHAPES), 2e-2),
 }
 
 
@@ -143,7 +154,8 @@ def _profile(targets, metrics: list[str], run) -> tuple[str, str, list[float] | 
         table, errors = Path(folder) / "counters.csv", Path(folder) / "errors.json"
         command = [
             find_ncu(), "--clock-control", "none", "--csv", "--page", "raw", "--print-units",
-            "base", "--target-processes", "all", "--kernel-name-base", "function",
+            "base", "--target-processes", "all", "--profile-from-start", "off", "--replay-mode",
+            "kernel", "--kernel-name-base", "function",
             "--kernel-name", f"regex:{patterns}", "--metrics", ",".join(metrics),
             "--log-file", str(table), sys.executable, "-m", "decodev2.lab.ncu", str(errors),
             *(f"{kernel}:{shape}" for kernel, shape in targets),
@@ -222,11 +234,25 @@ def main(argv: list[str]) -> int:
     errors = []
     for name in names:
         kernel, _, shape = name.partition(":")
-        launch = _attention if shape in ATTENTION_SHAPES else _product
+        launch = _product
+        for shapes, other in (
+            (ATTENTION_SHAPES, _attention), (PROMPT_SHAPES, _prompt), (STEP_SHAPES, _step)
+        ):  # fmt: skip
+            launch = other if shape in shapes else launch
         errors.append(launch(KERNELS[kernel].switches, shape, kernel))
         torch.cuda.empty_cache()
     Path(out).write_text(json.dumps(errors))
     return 0
+
+
+@contextlib.contextmanager
+def _looked_at():
+    """ncu sees what is launched inside, and nothing else: not what a result is checked with."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def _product(switches: dict, shape: str, kernel: str) -> float:
@@ -236,18 +262,52 @@ def _product(switches: dict, shape: str, kernel: str) -> float:
     y = torch.full((1, rows), torch.nan, device="cuda")
     if kernel.startswith("row-major"):
         w = ladder.from_packed(packed, "cuda")
-        torch.cuda.synchronize()
-        ladder.gemv(x[0], w, y[0])
+        with _looked_at():
+            ladder.gemv(x[0], w, y[0])
     else:
         w = panels.from_packed(packed, "cuda")
         groups = packed.scales.shape[1]
         need = native.cuda("nf4_gemm").workspace_bytes(w.tiles, groups, 1)
         scratch = torch.empty(need, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        with toggles.using(pdl=False, **switches):
+        with toggles.using(pdl=False, **switches), _looked_at():
             cuda_product(x, w, y, scratch)
-    torch.cuda.synchronize()
     return product_error(packed, x[0].cpu().numpy(), y[0].cpu().numpy())
+
+
+def _prompt(switches: dict, shape: str, kernel: str) -> float:
+    packed = random_weights(SHAPES[PROMPT_SHAPES[shape]], 0)
+    rows, cols = packed.shape
+    n = PROMPT_COLUMNS
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((n, cols), np.float32)).cuda()
+    y = torch.full((n, rows), torch.nan, device="cuda")
+    w = panels.from_packed(packed, "cuda")
+    need = cuda_scratch_bytes([(w.tiles, packed.scales.shape[1])], n)
+    scratch = torch.empty(need, dtype=torch.uint8, device="cuda")
+    with toggles.using(pdl=False, **switches), _looked_at():
+        cuda_product(x, w, y, scratch)
+    columns = [(t[i].cpu().numpy() for t in (x, y)) for i in (0, n - 1)]
+    return max(product_error(packed, *column) for column in columns)
+
+
+def _step(switches: dict, shape: str, kernel: str) -> float:
+    spec = plan.with_max_seq(plan.named_spec("qwen2.5-3b"), MAX_SEQ)
+    weights = load.load_weights(synth.random_packed(spec, 0), "cuda")
+    live, other = (state.allocate_state(spec, "cuda", 1) for _ in range(2))
+    for cache, its in ((live.kv.k, other.kv.k), (live.kv.v, other.kv.v)):
+        cache.normal_()
+        its.copy_(cache)
+    for each in (live, other):
+        each.token.fill_(1)
+        each.position.fill_(STEP_SHAPES[shape])
+        each.logits.fill_(torch.nan)
+    one = persistent.prepare(live, weights)
+    with _looked_at():
+        persistent.forward_decode(one)
+    persistent.check(one)
+    with toggles.using(linear="gemv", **switches):
+        step.forward_decode(other, weights)
+    expected = other.logits.double()
+    return float((live.logits.double() - expected).norm() / expected.norm())
 
 
 def product_error(packed: Packed, x: np.ndarray, y: np.ndarray) -> float:
@@ -272,10 +332,8 @@ def _attention(switches: dict, shape: str, kernel: str) -> float:
     c.valid_len.fill_(length)
     c.attn.fill_(torch.nan)
     q = c.q.clone()
-    torch.cuda.synchronize()
-    with toggles.using(pdl=False, **switches):
+    with toggles.using(pdl=False, **switches), _looked_at():
         ops.attention(c, live, 0)
-    torch.cuda.synchronize()
     cos, sin = live.cos[length - 1].double(), live.sin[length - 1].double()
     queries = q.double().view(spec.n_q, spec.head_dim)
     a, b = queries.chunk(2, dim=1)

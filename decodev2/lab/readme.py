@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import DecodeError
-from ..plan import LIVE_MAX_N
+from ..plan import CUDA_MAX_N
+from ..toggles import Toggles
 from . import experiments, notebooks
 from . import plate as plates
+from .experiments import cuda_model, peers, persistent_step, step_roofline
 from .figure import number
 from .plate import Plate
 
@@ -76,7 +78,7 @@ def _link(path: Path, base: Path) -> str:
 def results(book: _Plates) -> str:
     """One line per headline, each with a link to its plate; what is not recorded is left out."""
     lines = [f"| on one {_card(book.ladder)} | | plate |", "|---|---|---|"]
-    for headline in (_step, _models, _shapes, _prompts, _large):
+    for headline in (_step, _in_one, _models, _peers, _shapes, _prompts, _sizes, _large):
         lines += [f"| {' | '.join(cells)} |" for cells in headline(book)]
     cpu = list(_cpu(book))
     if cpu:
@@ -98,16 +100,36 @@ def _step(book: _Plates) -> Iterator[tuple[str, ...]]:
         rows = [row for row in made.rows if row["kernels"] == "graph"][1:]  # 0 says little
         positions = " / ".join(f"{int(row['case'].split()[-1]):,}" for row in rows)
 
-        def each(name: str, digits: str) -> str:
-            return " / ".join(format(row[name], digits) for row in rows)
-
         yield (
             f"one greedy token, {made.params['shape']}, after {positions} tokens",
-            f"{each('ms', '.2f')} ms, "
-            f"{each('tok_s', ',.0f')} tok/s, "
-            f"{each('share', '.0f')} % of the read rate",
+            f"{_each(rows, 'ms', '.2f')} ms, "
+            f"{_each(rows, 'tok_s', ',.0f')} tok/s, "
+            f"{_each(rows, 'share', '.0f')} % of the read rate",
             link,
         )
+
+
+def _in_one(book: _Plates) -> Iterator[tuple[str, ...]]:
+    if found := book.get("persistent_step"):
+        made, link = found
+        of = {(row["position"], row["what"]): row for row in made.rows}
+        known = sorted({position for position, _ in of})
+        positions = [p for p in known if p] or known  # 0 says little
+        steps = [of[p, persistent_step.STEP] for p in positions]
+        gains = [of[p, persistent_step.GRAPH]["ms"] / of[p, persistent_step.STEP]["ms"]
+                 for p in positions]  # fmt: skip
+        yield (
+            f"the same in one kernel, {made.params['shape']}, after "
+            f"{' / '.join(f'{p:,}' for p in positions)} tokens",
+            f"{_each(steps, 'ms', '.2f')} ms, {_each(steps, 'tok_s', ',.0f')} tok/s, "
+            f"{_each(steps, 'share', '.0f')} % of the read rate, "
+            f"{' / '.join(f'{gain:.2f}' for gain in gains)} x as fast as the graph",
+            link,
+        )
+
+
+def _each(rows: list[dict], name: str, digits: str) -> str:
+    return " / ".join(format(row[name], digits) for row in rows)
 
 
 def _models(book: _Plates) -> Iterator[tuple[str, ...]]:
@@ -115,10 +137,46 @@ def _models(book: _Plates) -> Iterator[tuple[str, ...]]:
         made, link = found
         for row in made.rows:
             if row["host_over_window"] is not None:
+                way = " in one kernel each" if row["kernels"] == cuda_model.PERSISTENT else ""
                 yield (
-                    f"{row['model']}, a real checkpoint, {row['tokens']} tokens",
+                    f"{row['model']}, a real checkpoint, {row['tokens']} tokens{way}",
                     f"{row['tok_s']:,.0f} tok/s by the host's clock, "
                     f"{row['host_over_window']:.2f} x the time of the replays alone",
+                    link,
+                )
+
+
+def _peers(book: _Plates) -> Iterator[tuple[str, ...]]:
+    """A line per case: our fastest way, and what others take for the same in the same run."""
+    if found := book.get("peers"):
+        made, link = found
+        ours = (peers.GRAPH, peers.ONE)
+        for what in dict.fromkeys(row["what"] for row in made.rows):
+            rows = sorted((r for r in made.rows if r["what"] == what), key=lambda r: r["ms"])
+            own = [row for row in rows if row["peer"] in ours][:1]
+            others = [row for row in rows if row["peer"] not in ours]
+            if own and others:
+                words = [f"{row['peer']} {number(row['ms'])} ms ({row['ratio']:.2f} x)"
+                         for row in others]  # fmt: skip
+                yield (
+                    f"{what}, {made.params['shape']}, beside others in one run",
+                    f"{own[0]['peer']} {number(own[0]['ms'])} ms; {', '.join(words)}",
+                    link,
+                )
+
+
+def _sizes(book: _Plates) -> Iterator[tuple[str, ...]]:
+    if found := book.get("step_roofline"):
+        made, link = found
+        for way in step_roofline.WAYS:
+            rows = [row for row in made.rows if row["way"] == way and row["ms"] is not None]
+            if rows:
+                sizes = " / ".join(row["shape"].split("-")[-1].upper() for row in rows)
+                yield (
+                    f"one greedy token of {sizes}, "
+                    f"{'a graph' if way == step_roofline.GRAPH else 'in one kernel'}",
+                    f"{_each(rows, 'ms', '.2f')} ms, {_each(rows, 'tok_s', ',.0f')} tok/s, "
+                    f"{_each(rows, 'share', '.0f')} % of the read rate",
                     link,
                 )
 
@@ -143,15 +201,23 @@ def _shapes(book: _Plates) -> Iterator[tuple[str, ...]]:
 
 
 def _prompts(book: _Plates) -> Iterator[tuple[str, ...]]:
+    """A prompt as a session takes it, and the best way if that is another one."""
     if found := book.get("prefill_chunks"):
         made, link = found
+        usual = Toggles().prefill
         known = [row for row in made.rows if row["ms"] is not None]
         for tokens in sorted({row["tokens"] for row in known}):
             rows = sorted((r for r in known if r["tokens"] == tokens), key=lambda r: r["ms"])
-            default = [r for r in rows if r["chunk"] == LIVE_MAX_N]
-            picked = dict.fromkeys((r["chunk"], number(r["ms"])) for r in (*default[:1], rows[0]))
-            words = ", ".join(f"{ms} ms in chunks of {chunk}" for chunk, ms in picked)
+            default = [
+                r for r in rows if r["chunk"] == CUDA_MAX_N and r.get("kernel", usual) == usual
+            ]
+            words = ", ".join(dict.fromkeys(map(_in_chunks, (*default[:1], rows[0]))))
             yield f"a prompt of {tokens:,} tokens, {made.params['shape']}", words, link
+
+
+def _in_chunks(row: dict) -> str:
+    by = f" by {row['kernel']}" if "kernel" in row else ""  # older plates knew one kernel
+    return f"{number(row['ms'])} ms in chunks of {row['chunk']}{by}"
 
 
 def _large(book: _Plates) -> Iterator[tuple[str, ...]]:

@@ -56,7 +56,10 @@ class Panel:
     def __init__(self, name, base, compare, start, live) -> None:
         self.name, self.base, self.scratch = name, base, None
         self.module = experiments.get(name)
-        self.toggles = {column: param for column, (param, _) in self.module.TOGGLES.items()}
+        there = {column["name"] for column in base.columns} if base else {*self.module.TOGGLES}
+        self.toggles = {  # a plate that is older than a toggle lacks its column
+            column: param for column, (param, _) in self.module.TOGGLES.items() if column in there
+        }
         for given in [*(compare or ()), *start]:
             if given not in self.toggles:
                 raise page.no_such(f"{name}: toggle", given, self.toggles)
@@ -67,7 +70,8 @@ class Panel:
         value_of = page.main_column(base)[0] if base else ""
         known = [row for row in rows if row[value_of] is not None and page.agrees(row, start)]
         first = next(iter(known + rows), {}) | start
-        for column, (_, choices) in self.module.TOGGLES.items():
+        for column in self.toggles:
+            choices = self.module.TOGGLES[column][1]
             there = {str(row[column]) for row in rows}
             options = {str(c): c for c in choices if live or str(c) in there}
             value = str(first.get(column, next(iter(options), None)))

@@ -349,7 +349,7 @@ def test_a_reader_that_left_is_no_error_message(unbuffered):
 
 
 def test_interrupted(run, random_model, monkeypatch):
-    def interrupt(*args):
+    def interrupt(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("decodev2.session.open_session", interrupt)

@@ -210,5 +210,33 @@ def test_a_tile_between_two_ctas(k):
         assert not torch.isnan(sums).all(), "no tile was shared"
 
 
+@needs_cuda
+@pytest.mark.parametrize("variant", ["direct", "ring 8x2", "ring 16x4"])
+def test_every_start_gives_the_same_bits(variant):
+    """Plain, programmatic, and programmatic that waits first; each link needs the one before."""
+    rng = np.random.default_rng(11)
+    packed = random_matrix(2048, 2048, rng)
+    w = panels.from_packed(packed, "cuda")
+    x = torch.from_numpy(rng.standard_normal((1, 2048), dtype=np.float32)).cuda()
+    norm = torch.ones(2048, device="cuda")
+    left = []
+    for start in (0, 1, 2):
+        y, z = x.clone(), torch.empty_like(x)
+        for _ in range(40):
+            native.cuda("nf4_gemv").gemv(
+                y, w.panels, w.tiles, z, 0, norm, 1e-6, None, y, None, None, VARIANTS[variant],
+                start, *ALONE,
+            )  # fmt: skip
+            y, z = z, y
+        left.append(y)
+    assert torch.isfinite(left[0]).all()
+    assert torch.equal(left[0], left[1]) and torch.equal(left[0], left[2])
+    with pytest.raises(ValueError, match="start is 3, needs 0 plain, 1 programmatic or 2"):
+        native.cuda("nf4_gemv").gemv(
+            x, w.panels, w.tiles, torch.empty_like(x), 0, None, 0.0, None, None, None, None,
+            VARIANTS[variant], 3, *ALONE,
+        )  # fmt: skip
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

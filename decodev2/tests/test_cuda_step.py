@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from test_cuda_ladder import STEPS as ROW_STEPS
+from test_cuda_wgmma import PREFILLS
 from tiny import chain, run_of
 
 from decodev2 import gates, graph, ops, oracle, runner, step, toggles, tokenloop
@@ -595,11 +596,11 @@ def test_prompt_chunks(name, chunk, linear):
 
 @needs_cuda
 def test_chunks_of_many_columns_give_the_same_bits(medium):
-    """Products of two columns and more go one way, whatever the chunk."""
+    """Products of two columns and more go one way by mma, whatever the chunk."""
     model, weights = medium
     prompt = ids_of(model.spec, 60)
     seen = []
-    with toggles.using(linear="mma"):
+    with toggles.using(linear="mma", prefill="mma"):
         for chunk in (7, 16, 32, 64):
             state = allocate_state(model.spec, "cuda", chunk=64)
             forward_prefill(state, weights, prompt, chunk)
@@ -625,7 +626,9 @@ def combinations() -> list[dict]:
         for linear in ("mma", "gemv")
         for values in itertools.product(*(toggles.CHOICES[name] for name in OF_PANELS))
     ]
-    return every + [{"linear": "gemv", "gemv": variant} for variant in toggles.CHOICES["gemv"]]
+    variants = [{"linear": "gemv", "gemv": variant} for variant in toggles.CHOICES["gemv"]]
+    alone = [{"linear": "gemv", "ahead": "nothing"}, {"linear": "gemv", "attended": "float"}]
+    return [*every, *variants, *alone]
 
 
 def test_every_choice_is_tried():
@@ -633,7 +636,8 @@ def test_every_choice_is_tried():
     by_rows = {(name, value) for chosen in ROW_STEPS.values() for name, value in chosen.items()}
     defaults = {(field.name, field.default) for field in fields(toggles.Toggles)}
     every = {(name, v) for name, values in toggles.CHOICES.items() for v in values}
-    assert here | by_rows | defaults | {("linear", "rows")} == every
+    prompts = {(name, value) for chosen in PREFILLS for name, value in chosen.items()}
+    assert here | by_rows | prompts | defaults | {("linear", "rows")} == every
     assert {field.name for field in fields(toggles.Toggles)} == set(toggles.CHOICES)
 
 

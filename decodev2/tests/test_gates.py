@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from decodev2 import cli, gates, native, ops, step
+from decodev2 import cli, gates, native, ops, persistent, step, synth
 from decodev2.errors import BuildError, DecodeError
 from decodev2.lab import card, gate_plate, plate
+from decodev2.load import load_weights
 from decodev2.plan import TINY_LLAMA
+from decodev2.state import allocate_state
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READ_RATE = {"gb_s": 40.0, "method": "given"}
@@ -49,9 +51,144 @@ def test_every_gate_passes_on_cuda():
 def test_what_runs_where():
     cpu = {row[0] for row in gates.expected_rows("cpu")}
     cuda = {row[0] for row in gates.expected_rows("cuda")}
-    assert cuda - cpu == {"nothing_allocated"} and cpu < cuda
-    assert len(gates.expected_rows("cuda")) == 9 * len(gates.CASES) * 4
-    assert all(gate.__doc__ for gate in gates.gates_on("cuda"))
+    longer = {gate.__name__ for gate in LONGER}
+    assert cuda - cpu == {"nothing_allocated", "prompt_logits"} | longer and cpu < cuda
+    rows = gates.expected_rows("cuda")
+    by_kernels, in_one = 9 * len(gates.CASES) * 4, 12 * len(gates.LONG_CASES) * 2
+    assert len(rows) == by_kernels + in_one + 2 * len(gates.PROMPT_CASES)
+    assert {row[2] for row in rows if row[0] in longer} == {
+        "persistent, eager", "persistent, graph"
+    }  # fmt: skip
+    assert {row[2] for row in rows if row[0] == "prompt_logits"} == {
+        "prompt by mma", "prompt by wgmma"
+    }  # fmt: skip
+    assert cuda == {gate.__name__ for gate in gates.all_gates("cuda")}
+    assert all(gate.__doc__ for gate in gates.all_gates("cuda"))
+    assert len({spec.name for spec, _ in gates.cases("cuda")}) == len(gates.cases("cuda"))
+
+
+# ---- those of longer contexts, with the CPU's step in the place of the persistent one ----
+
+LONGER = (gates.many_ids, gates.context_edges, gates.same_bits)
+SHORT_OF_LAYERS = replace(gates.LONG_LLAMA, name="short-of-layers", n_layers=1, hidden=128, n_q=2,
+                          intermediate=192)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_bench():
+    case = gates.Case(synth.build(SHORT_OF_LAYERS, 6))
+    return gates.Bench(case, load_weights(case.model), allocate_state(SHORT_OF_LAYERS))
+
+
+def ran(gate, bench) -> bool:
+    """Does it hold?"""
+    about = (gate, bench.spec, "cpu")
+    (row,) = gates._checked(*about, lambda: gate(bench, "cpu"))
+    return row.ok
+
+
+@pytest.mark.parametrize("gate", LONGER, ids=lambda gate: gate.__name__)
+def test_longer_gates_pass_on_the_cpu(long_bench, gate):
+    assert ran(gate, long_bench)
+
+
+def _forgets_the_first_chunk(monkeypatch):
+    """From 256 positions on, attention leaves out the first one."""
+    attention = ops.attention
+
+    def wrong(c, state, layer, **how):
+        if len(c.x) == 1 and int(c.position) > 256:
+            state.kv.v[layer, :64].zero_()
+        attention(c, state, layer, **how)
+
+    monkeypatch.setattr(ops, "attention", wrong)
+
+
+def _adds_in_any_order(monkeypatch):
+    head = ops.head
+
+    def wrong(c, state, weights):
+        head(c, state, weights)
+        state.logits[0, 0] += 1e-6 * float(torch.rand(()))
+
+    monkeypatch.setattr(ops, "head", wrong)
+
+
+@pytest.mark.parametrize(
+    "mistake, fails",
+    [
+        (_forgets_the_first_chunk, {gates.context_edges}),
+        (_adds_in_any_order, {gates.same_bits}),
+        (lambda monkeypatch: _no_mlp(monkeypatch), {gates.context_edges, gates.many_ids}),
+    ],
+)
+def test_a_wrong_op_fails_the_longer_gates(long_bench, monkeypatch, mistake, fails):
+    mistake(monkeypatch)
+    assert {gate for gate in LONGER if not ran(gate, long_bench)} == fails
+
+
+def test_prompts_are_compared_with_the_oracle(monkeypatch):
+    """The gate of prompts, by the CPU's kernels; one that loses a column of each chunk fails."""
+    case = gates.Case(synth.build(gates.LONG_ODD, 5))
+    weights = load_weights(case.model)
+    monkeypatch.setattr(gates, "PROMPT_CHUNKS", ((33, 33), (64, 64), (100, 40)))
+    assert [row[2] for row in gates.prompt_logits(case, weights, "cpu")] == [True]
+    swiglu = ops.swiglu
+
+    def wrong(c, state, layer, **how):
+        swiglu(c, state, layer)
+        c.act[-1].zero_()
+
+    monkeypatch.setattr(ops, "swiglu", wrong)
+    assert [row[2] for row in gates.prompt_logits(case, weights, "cpu")] == [False]
+
+
+# ---- a card that cannot run a path ----
+
+
+@pytest.fixture
+def older_card(monkeypatch):
+    """Rows of `run("cuda")` on a card without sm_90's instructions; nothing else runs."""
+    reason = "the device is sm_86, needs sm_90 or newer"
+    monkeypatch.setattr(persistent, "why_not", lambda spec, device="cuda": reason)
+    monkeypatch.setattr(gates.linear, "has_wgmma", lambda device: False)
+    case = gates.Case(synth.build(TINY_LLAMA, 0))
+    weights = load_weights(case.model)
+    way = gates.Way(gates.PERSISTENT, True, ((TINY_LLAMA, 0),))
+    return [
+        *gates._rows_of(case, weights, "cuda", way),
+        *gates._prompt_rows(case, weights, "wgmma"),
+    ]
+
+
+def test_what_a_card_cannot_run_neither_passes_nor_fails(older_card):
+    assert len(older_card) == 9 + 1
+    assert all(row.ok is None and np.isnan(row.measured) for row in older_card)
+    assert older_card[0].note == "did not run: the device is sm_86, needs sm_90 or newer"
+    assert older_card[-1].kernels == "prompt by wgmma" and "needs sm_90" in older_card[-1].note
+    good = gates.Row("greedy_ids", "tiny", "gemv, graph", 0, 0, True)
+    bad = replace(good, ok=False)
+    said = gate_plate._verdict([good, *older_card])
+    assert said == "Passed, 1 rows. Not run here: persistent, graph, prompt by wgmma (10 rows)."
+    assert gate_plate._verdict([bad, *older_card]).startswith("FAILED: greedy_ids (1 of 11 rows).")
+
+
+def test_a_plate_of_such_a_card_does_not_vouch(passing, tmp_path, older_card, monkeypatch):
+    rows = [*passing.rows, gate_plate._row(older_card[0])]
+    made = replace(passing, rows=rows)
+    path = saved(made, tmp_path)
+    assert plate.lint(path) == []
+    (row,) = (row for row in plate.load(path).rows if row["ok"] is None)
+    assert row["ok_reason"] == row["note"] and row["measured"] is None
+    assert gate_plate.faults(path, "cpu") == [f"{path}: greedy_ids did not run"]
+
+
+def test_such_a_card_is_no_failure_of_the_command(quick, tmp_path, capfd, monkeypatch, older_card):
+    run = gates.run
+    monkeypatch.setattr(gates, "run", lambda device: iter([*run(device), older_card[0]]))
+    assert cli.main(["gates", "--device", "cpu", "--runs", str(tmp_path)]) == 0
+    verdict, _ = capfd.readouterr().out.splitlines()
+    assert verdict == "Passed, 8 rows. Not run here: persistent, graph (1 rows)."
 
 
 # ---- each gate can fail: one op made wrong at a time ----
@@ -75,9 +212,9 @@ def _other_ids(monkeypatch):
 def _reads_one_slot_too_many(monkeypatch):
     attention = ops.attention
 
-    def wrong(c, state, layer):
+    def wrong(c, state, layer, **how):
         c.valid_len.add_(1).clamp_(max=state.spec.max_seq)
-        attention(c, state, layer)
+        attention(c, state, layer, **how)
 
     monkeypatch.setattr(ops, "attention", wrong)
 
@@ -85,10 +222,10 @@ def _reads_one_slot_too_many(monkeypatch):
 def _writes_past_the_end_into_the_last_slot(monkeypatch):
     attention = ops.attention
 
-    def wrong(c, state, layer):
+    def wrong(c, state, layer, **how):
         position = c.position.clone()
         c.position.clamp_(max=state.spec.max_seq - 1)
-        attention(c, state, layer)
+        attention(c, state, layer, **how)
         c.position.copy_(position)
 
     monkeypatch.setattr(ops, "attention", wrong)
@@ -116,9 +253,15 @@ def _skips_a_position(monkeypatch):
 
 
 def _replay_is_another_step(monkeypatch):
-    def wrong(bench):
-        step.forward_decode(bench.state, bench.weights)
+    launch = gates.Bench.launch
 
+    def wrong(bench):  # the state that is compared with is the second one of this device
+        if benches.setdefault(id(bench.state), len(benches)) == 0:
+            step.forward_decode(bench.state, bench.weights)
+        else:
+            launch(bench)
+
+    benches = {}
     monkeypatch.setattr(gates.Bench, "step", wrong)
 
 
@@ -126,8 +269,8 @@ def _keeps_the_last_request(monkeypatch):
     """The second request of a state finds keys of the first where its own should be."""
     attention, lengths = ops.attention, {}
 
-    def wrong(c, state, layer):
-        attention(c, state, layer)
+    def wrong(c, state, layer, **how):
+        attention(c, state, layer, **how)
         seen = lengths.setdefault(id(state), 0)
         lengths[id(state)] = seen + 1
         if seen > 40 * state.spec.n_layers:  # a fresh state does not get there
@@ -171,7 +314,7 @@ def test_a_wrong_op_fails_its_gates(mistake, monkeypatch, one_case):
 
 
 def test_every_gate_is_failed_by_some_mistake():
-    assert set().union(*MISTAKES.values()) == {gate.__name__ for gate in gates.gates_on("cpu")}
+    assert set().union(*MISTAKES.values()) == {gate.__name__ for gate in gates.all_gates("cpu")}
 
 
 def test_a_gate_that_breaks_off_has_failed_and_says_why(monkeypatch, one_case):

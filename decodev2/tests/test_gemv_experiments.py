@@ -151,16 +151,7 @@ def stand(monkeypatch):
         name="toy", hidden=128, q_dim=64, kv_dim=32, intermediate=48, n_layers=3
     )
     monkeypatch.setattr(plan, "named_spec", lambda name: tiny)
-    monkeypatch.setattr(gemv_shapes, "_peer", _fake_peer)
     return stand
-
-
-def _fake_peer(run, case):
-    unchecked = plate.Missing("a peer's own weights; timed only")
-    seconds = bench.graph_times(lambda i: None, case.launches, case.runs)
-    return cases.times_row(seconds) | dict.fromkeys(
-        ("error_before", "error_after"), unchecked
-    ), seconds
 
 
 def small_params(module) -> dict:

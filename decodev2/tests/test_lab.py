@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import decodev2
+from decodev2 import native
 from decodev2.errors import ContainerError, DecodeError, ModelError, PlateError
 from decodev2.lab import bench, card, commands, experiments, models, plate
 from decodev2.lab.experiments import codec_quality, cpu_decode
@@ -976,6 +977,20 @@ def test_the_lab_imports_without_torch_matplotlib_or_pandas():
 def test_lab_modules_import_one_by_one():
     for name in ("bench", "card", "commands", "figure", "models", "plate"):
         importlib.import_module(f"decodev2.lab.{name}")
+
+
+@pytest.mark.parametrize("name", [n for n in experiments.names() if experiments.get(n).DEPENDS])
+def test_what_an_experiment_depends_on_holds_what_those_include(name):
+    """A plate is stale when a header changes that its kernels include, however deep."""
+    root = native.csrc_folder()
+    _, files = card.files_hash(root, tuple(experiments.get(name).DEPENDS))
+    missing = set()
+    for file in files:
+        for included in re.findall(r'#include "([^"]+)"', (root / file).read_text()):
+            path = ((root / file).parent / included).resolve()
+            if path.is_file() and path.relative_to(root.resolve()).as_posix() not in files:
+                missing.add(f"{file} includes {included}")
+    assert not missing
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decodev2 import native
+from decodev2 import linear, native, toggles
 from decodev2.linear import PackedLinear, from_packed, nf4_linear
 from decodev2.nf4 import GROUP, LEVELS, Packed, decode_nf4, encode_nf4, padded
 
@@ -382,6 +382,15 @@ def test_head_refuses_more_than_one_row():
     )
     assert "x is [2, 100]" in said
     refused(lambda: native.cpu().head(torch.zeros(1, 100), W.codes, W.scales, Y, Y, PANEL))
+
+
+def test_switches_say_how_a_gemv_starts():
+    for switches, start in (
+        ({"pdl": False}, 0), ({"pdl": True}, 1), ({"pdl": True, "ahead": "nothing"}, 2),
+        ({"pdl": False, "ahead": "nothing"}, 0),
+    ):  # fmt: skip
+        with toggles.using(**switches):
+            assert linear._start() == start
 
 
 def test_unknown_instruction_set_is_refused():

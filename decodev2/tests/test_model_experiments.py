@@ -1,4 +1,4 @@
-"""The experiments on whole models: cuda_model, decode_step and loads, on rows made up here.
+"""The experiments on whole models: cuda_model, decode_step, step_ladder and loads, on made-up rows.
 
 What `cuda_model` does to tell ids and times runs here on the CPU, with steps in place of a graph.
 """
@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decodev2 import gates, graph, load, native, plan, session, state, step
+from decodev2 import gates, graph, load, native, persistent, plan, session, state, step
 from decodev2.errors import DecodeError, ModelError
 from decodev2.lab import bench, card, commands, experiments, figure, models, plate
-from decodev2.lab.experiments import cuda_model, decode_step, loads
+from decodev2.lab.experiments import cuda_model, decode_step, loads, step_ladder
 from decodev2.lab.plate import Missing
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -64,6 +64,7 @@ def as_if_cuda(monkeypatch):
     monkeypatch.setattr(card, "measure_read_rate", lambda *a: rate)
     monkeypatch.setattr(card, "card", lambda *a, **k: made_card)
     monkeypatch.setattr(graph, "capture", replayed)
+    monkeypatch.setattr(graph, "replay_of", lambda launch, device: launch)
     monkeypatch.setattr(bench, "event_times", even_clock)
     monkeypatch.setattr(load, "load_weights", lambda model, device: load_weights(model))
     monkeypatch.setattr(state, "allocate_state", lambda spec, device, n: allocate(spec, "cpu", n))
@@ -113,11 +114,12 @@ def test_a_context_too_short_for_the_timing_is_one_line(opened):
 
 def test_cuda_model_measure(as_if_cuda, random_model, monkeypatch):
     monkeypatch.setattr(gates, "SHORT", "hi")
-    gate = gates.Row("bytes grown over the replays", "tiny", cuda_model.KERNELS, 0.0, 0.0, True)
-    monkeypatch.setattr(gates, "run_model", lambda folder, chr_path, replays: [gate])
+    gate = gates.Row("bytes grown over the replays", "tiny", cuda_model.GRAPH, 0.0, 0.0, True)
+    monkeypatch.setattr(gates, "run_model", lambda folder, chr_path, replays, step: [gate])
+    monkeypatch.setattr(persistent, "why_not", lambda spec: "head_dim is odd")
     open_session = session.open_session
 
-    def with_graph(folder, chr_path, device, max_seq):
+    def with_graph(folder, chr_path, device, max_seq, step):
         live = open_session(folder, chr_path, device="cpu", max_seq=32)
         live.graph = as_if_cuda(live.state, live.weights)
         return live
@@ -129,31 +131,40 @@ def test_cuda_model_measure(as_if_cuda, random_model, monkeypatch):
     assert plate.problems(plate.clean(result)) == []
     assert [row["gate"] for row in result.rows] == [gate.gate, cuda_model.HOST, cuda_model.WINDOW]
     assert {row["model"] for row in result.rows} == {random_model.name}
+    assert result.notes[-1] == f"{random_model.name}: no persistent step, head_dim is odd."
     with pytest.raises(DecodeError, match="new_tokens of at least 2"):
         commands.record("cuda_model", params | {"new_tokens": 1})
 
 
-def model_rows(scale: float = 1.0, over: float = 1.012) -> list[dict]:
-    """Rows of two models, `scale` on their times, the host `over` times the window."""
+MODELS = {"qwen2.5-coder-0.5b": (0.5, 262.4), "smollm2-135m": (0.46, 71.4)}  # ms a step, MB
+
+
+def model_rows(scale: float = 1.0, over: float = 1.012, persistent: float = 0.6) -> list[dict]:
+    """Rows of two models by both kinds of step, `scale` on their times, the host `over` times the
+    window and one kernel `persistent` times the graph."""
     rows = []
-    for name, step_ms, size in (("qwen2.5-coder-0.5b", 0.5, 262.4), ("smollm2-135m", 0.46, 71.4)):
+    both = [(cuda_model.GRAPH, 1.0), (cuda_model.PERSISTENT, persistent)]
+    for name, kernels, by in [(name, *kind) for name in MODELS for kind in both]:
+        step_ms, size = MODELS[name]
         lengths = (("short", 47), ("long", 299))
         gate_names = [f"ids, {kind} prompt of {n}{end}" for kind, n in lengths
                       for end in ("", ", past the end")]  # fmt: skip
-        gate_names += ["10017 replays, rounds that differ", "bytes grown over the replays",
+        if kernels == cuda_model.PERSISTENT:
+            gate_names.append("64 ids beside the graph's")
+        gate_names += ["50022 replays, rounds that differ", "bytes grown over the replays",
                        "allocated beyond weights and state"]  # fmt: skip
         for gate in gate_names:
             rows.append(
                 dict.fromkeys(cuda_model.SPEED, Missing("a gate has no speed"))
-                | {"model": name, "gate": gate, "kernels": cuda_model.KERNELS, "measured": 0.0,
+                | {"model": name, "gate": gate, "kernels": kernels, "measured": 0.0,
                    "limit": 0.0, "ok": True, "note": ""}
             )  # fmt: skip
         for gate in (cuda_model.HOST, cuda_model.WINDOW):
             is_host = gate == cuda_model.HOST
-            ms = 255 * step_ms * scale * (over if is_host else 1)
+            ms = 255 * step_ms * scale * by * (over if is_host else 1)
             nothing = Missing("the window holds decode steps only")
             rows.append({
-                "model": name, "gate": gate, "kernels": cuda_model.KERNELS, "note": "",
+                "model": name, "gate": gate, "kernels": kernels, "note": "",
                 "measured": over - 1 if is_host else 0.0, "limit": 0.05 if is_host else 0.0,
                 "ok": not is_host or over <= 1.05, "tokens": 255, "ms": ms, "ms_best": ms * 0.99,
                 "ms_worst": ms * 1.02, "runs": 5, "tok_s": 255e3 / ms, "step_ms": ms / 255,
@@ -171,8 +182,10 @@ def test_cuda_model_figure_claims_and_verdict(scale):
     result = made("cuda_model", rows, cuda_model._verdict(rows))
     assert figure.png_bytes(result, plate.content_hash(result))
     assert failing(result) == []
-    assert result.verdict.startswith("All 18 rows hold: qwen2.5-coder-0.5b")
-    assert "not the faster one, not as predicted" in result.verdict
+    assert result.verdict.startswith("All 38 rows hold: qwen2.5-coder-0.5b ")
+    assert "not the faster one, not as predicted. One kernel a token beats the graph. The host" in (
+        result.verdict
+    )
     assert "as near the window as on the old card" in result.verdict
 
 
@@ -183,13 +196,21 @@ def test_cuda_model_says_what_failed():
     assert len(failing(result)) == 3  # ids, the host, and too few replays for the claim
     assert result.verdict.startswith("FAILED, qwen2.5-coder-0.5b: ids, short prompt of 47;")
     assert "is not as near the window" in result.verdict
+    slower = made("cuda_model", model_rows(persistent=1.1), "-")
+    assert failing(slower) == ["one kernel a token beats the graph, on every model"]
+    assert "does not beat the graph on every model" in cuda_model._verdict(slower.rows)
+    rows = [row for row in model_rows() if "beside the graph's" not in row["gate"]]
+    assert failing(made("cuda_model", rows, "-")) == [
+        "one kernel a token chooses the graph's ids, up to near ties"
+    ]
     faster = [row | {"step_ms": 0.1} if "qwen" in row["model"] else row for row in model_rows()]
     assert "is the faster one, as predicted" in cuda_model._verdict(faster)
 
 
 @needs_cuda
 def test_cuda_model_on_a_gpu(real_models):
-    params = {"models": str(real_models), "only": ["smollm2-135m"], "replays": 63, "runs": 2}
+    params = {"models": str(real_models), "only": ["smollm2-135m"], "replays": 63, "runs": 2,
+              "persistent_replays": 63}  # fmt: skip
     values = {key: value for key, (value, _) in cuda_model.PARAMS.items()} | params
     result = commands.record("cuda_model", values)
     assert plate.problems(plate.clean(result)) == [] and "FAILED" not in result.verdict
@@ -228,7 +249,7 @@ def test_decode_step_claims_fail_when_they_should():
     for row in rows:
         if row["kernels"] == "graph":
             row |= {"ms": 99.0, "ms_best": 99.0, "ms_worst": 99.0, "tok_s": 1e3 / 99}
-    rows[0] |= {"ms": 2.0, "ms_best": 2.0, "ms_worst": 2.0, "tok_s": 500.0}
+    rows[0] |= {"ms": 4.0, "ms_best": 4.0, "ms_worst": 4.0, "tok_s": 250.0}
     verdict = decode_step._verdict(rows, 0.01)
     assert len(failing(made("decode_step", rows, verdict))) == 5
     assert "not slower, unlike the old card" in verdict
@@ -242,11 +263,11 @@ def test_decode_step_of_one_way_has_a_verdict():
 
 
 def test_decode_step_cases_and_ways_by_name():
-    assert decode_step._case("step at 100", 2048) == ("step at", 100)
+    assert decode_step.parse_case("step at 100", 2048) == ("step at", 100)
     assert decode_step._way("norm alone") == decode_step._way("graph, norm alone")
     for text in ("step at 2048", "prompt of 0", "prompt of 2049", "step at -1", "48", ""):
         with pytest.raises(DecodeError, match="is unknown; needs"):
-            decode_step._case(text, 2048)
+            decode_step.parse_case(text, 2048)
     params = {key: value for key, (value, _) in decode_step.PARAMS.items()}
     for changed in ({"cases": ["nonsense"]}, {"kernels": ["nonsense"]}):
         with pytest.raises(DecodeError, match="'nonsense' is unknown"):
@@ -279,6 +300,86 @@ def test_decode_step_on_a_gpu():
     params |= {"shape": "qwen2.5-0.5b", "cases": ["step at 5", "prompt of 9"], "runs": 3}
     result = commands.record("decode_step", params | {"kernels": ["graph", "eager"]})
     assert plate.problems(plate.clean(result)) == [] and len(result.rows) == 3
+
+
+# ---- step_ladder ----
+
+
+def ladder_rows(rates: dict[str, float], scale: float = 1.0) -> list[dict]:
+    """A row for each rung of `rates` [tok/s]."""
+    weights = types.SimpleNamespace(bytes_per_token=1.64e9 * scale, layers=[])
+    rows = []
+    for name, rate in rates.items():
+        rung = step_ladder.RUNGS[name]
+        times = [scale / rate] * 9
+        rows.append({"rung": name} | step_ladder._row(rung, weights, times, 0, 4660.0))
+    return rows
+
+
+RATES = {name: 80.0 + 50 * index for index, name in enumerate(step_ladder.RUNGS)}
+RATES |= {"lut_constant": 79.0, "split_k": 233.0, "one_warp": 226.0, "flash": 367.0, "fused": 301.0,
+          "rms_inside": 331.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0], ids=["short", "long"])
+@pytest.mark.parametrize("with_one", [True, False], ids=["one kernel", "graphs"])
+def test_step_ladder_figure_claims_and_verdict(scale, with_one):
+    rates = {k: v for k, v in RATES.items() if with_one or k != step_ladder.ONE}
+    rows = ladder_rows(rates, scale)
+    result = made("step_ladder", rows, step_ladder._verdict(rows, 0.01))
+    result = replace(result, params={"position": 100})
+    assert figure.png_bytes(result, plate.content_hash(result))
+    assert failing(result) == [] and len(step_ladder.claims(result)) == 6 + with_one
+    assert ("one kernel for a token against a graph: faster" in result.verdict) == with_one
+    texts = [text for text, _ in step_ladder.claims(result)]
+    assert ("programmatic launch is the fastest rung" in texts) != with_one
+
+
+def test_step_ladder_claims_fail_when_they_should():
+    rates = RATES | {"one_kernel": 500.0, "panels_pdl": 600.0}
+    result = made("step_ladder", ladder_rows(rates), "-")
+    assert failing(result) == [
+        "programmatic launch is the fastest graph", "one kernel for a token beats every graph"
+    ]  # fmt: skip
+
+
+def test_the_last_rung_runs_where_one_kernel_can(monkeypatch):
+    reasons = {}
+    monkeypatch.setattr(step_ladder.persistent, "why_not", lambda spec, *_: reasons.get(spec.name))
+    spec = plan.named_spec("qwen2.5-3b")
+    assert step_ladder._that_run([], spec) == (list(step_ladder.RUNGS), [])
+    for name in (spec.name, plan.MEDIUM_LLAMA.name):
+        reasons = {name: "the device is sm_86"}
+        names, (note,) = step_ladder._that_run([], spec)
+        assert names == [rung for rung in step_ladder.RUNGS if rung != "one_kernel"]
+        assert note == "one_kernel is left out: no persistent step, the device is sm_86"
+        assert step_ladder._that_run(["panels"], spec) == (["panels"], [])
+        with pytest.raises(DecodeError, match="one_kernel: no persistent step, the device is"):
+            step_ladder._that_run(["panels", "one_kernel"], spec)
+
+
+def test_a_rung_steps_as_it_says(monkeypatch):
+    """By the kernels of the step, or by one kernel that is checked."""
+    events = []
+    for name in ("greedy_decode", "check"):
+        monkeypatch.setattr(step_ladder.persistent, name, lambda one, n=name: events.append(n))
+    monkeypatch.setattr(step_ladder.persistent, "prepare", lambda live, weights: "one")
+    monkeypatch.setattr(step_ladder.step, "greedy_decode", lambda *_: events.append("step"))
+    for name in ("panels_pdl", "one_kernel"):
+        for each in step_ladder._step(step_ladder.RUNGS[name], None, None):
+            each()
+    assert events == ["step", "greedy_decode", "check"]
+
+
+@needs_cuda
+def test_step_ladder_on_a_gpu():
+    params = {key: value for key, (value, _) in step_ladder.PARAMS.items()}
+    rungs = ["panels_pdl"]
+    if step_ladder.persistent.why_not(plan.named_spec("qwen2.5-0.5b")) is None:
+        rungs.append("one_kernel")
+    result = commands.record("step_ladder", params | {"shape": "qwen2.5-0.5b", "rungs": rungs})
+    assert plate.problems(plate.clean(result)) == []
+    assert [row["ids_wrong"] for row in result.rows] == [0] * len(rungs)
 
 
 # ---- loads ----

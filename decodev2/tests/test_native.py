@@ -103,6 +103,40 @@ def test_a_build_is_found_again_without_any_tool(toy, monkeypatch, capfd):
     assert len(builds()) == 1
 
 
+def test_what_is_built_starts_no_process(toy, monkeypatch):
+    """`build_cuda` looks for finished builds before it starts a process for each."""
+    started = []
+
+    class Child:
+        def __init__(self, command, **_):
+            started.append(command[-1])
+            self.returncode = 0
+
+        def communicate(self):
+            return ("", None)
+
+    recipe = (sorted(toy.iterdir()), FLAGS, None)
+    monkeypatch.setattr(native, "CUDA_EXTENSIONS", ("toy",))
+    monkeypatch.setattr(native, "_cuda_recipe", lambda name: recipe)
+    monkeypatch.setattr(native.subprocess, "Popen", Child)
+    native.build_cuda()
+    (code,) = started
+    assert code == native._BUILD_ONE.format("toy")
+    monkeypatch.undo()
+    monkeypatch.setenv("DECODEV2_CACHE", str(toy.parent / "cache"))
+    assert build(toy).answer() == 42
+    monkeypatch.setattr(native, "CUDA_EXTENSIONS", ("toy",))
+    monkeypatch.setattr(native, "_cuda_recipe", lambda name: recipe)
+    monkeypatch.setattr(native.subprocess, "Popen", Child)
+    started.clear()
+    native.build_cuda()
+    assert started == []
+    (mark,) = native.cache_folder().glob("*/complete")  # as after a build that was killed
+    mark.unlink()
+    native.build_cuda()
+    assert started == [code]
+
+
 def test_changing_a_constant_builds_anew_and_back_finds_the_old_build(toy, capfd):
     header = toy / "answer.h"
     old = header.read_text()

@@ -9,6 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_model_experiments
+import test_peers
+import test_persistent_experiment
+import test_step_roofline
 
 from decodev2 import cli
 from decodev2.errors import DecodeError
@@ -81,7 +85,7 @@ def test_what_was_written_has_no_problem_and_keeps_the_rest(folder):
         line = next(line for line in text.splitlines() if line.startswith(f"| {row['rung']} |"))
         rung, idea, before, here, share = (cell.strip() for cell in line.strip("|").split("|"))
         assert (rung, idea, share) == (row["rung"], row["idea"], f"{row['share']:.0f}")
-        assert float(here) == pytest.approx(row["tok_s"], rel=5e-3)
+        assert float(here.replace(",", "")) == pytest.approx(row["tok_s"], rel=5e-3)
         assert old is None or float(before) == old
     assert "| wrong ids |" in text  # of row 9 of the log, which gives no rate
     assert "one greedy token, qwen2.5-3b, after 100 / 2,000 tokens" in text
@@ -167,6 +171,73 @@ def test_what_is_not_recorded_is_left_out(folder):
         shutil.rmtree(folder / "runs" / name)
     parts = readme.parts(folder / "runs", folder / "notebooks", folder)
     assert parts["results"].count("\n") == 1 and "lab_log" not in parts["ladder"]
+
+
+# ---- plates that came later, with rows of their own experiments' tests ----
+
+
+def add_made(folder: Path, module, name: str, found: list[dict], **params) -> None:
+    """A plate of these rows, of the card of the folder's ladder."""
+    card = newest(folder, "step_ladder").card
+    result = module.made(name, found, "-", **params) if params else module.plate_of(found)
+    add(folder, result, card=card)
+
+
+def new_lines(folder: Path, before: str) -> list[str]:
+    """The lines of the results that were not there."""
+    assert readme.readme_command(folder / "README.md", folder / "runs", say=str) == 0
+    assert problems(folder) == []
+    old = before.splitlines()
+    text = (folder / "README.md").read_text()
+    return [line.split("[")[0] for line in text.splitlines() if line not in old]
+
+
+def test_a_step_in_one_kernel(folder):
+    before = (folder / "README.md").read_text()
+    found = test_persistent_experiment.rows()
+    result = test_persistent_experiment.made(found)
+    add(folder, result, card=newest(folder, "step_ladder").card)
+    assert new_lines(folder, before) == [
+        "| the same in one kernel, qwen2.5-3b, after 100 tokens | 0.55 ms, 1,818 tok/s, "
+        "64 % of the read rate, 2.09 x as fast as the graph | "
+    ]  # fmt: skip
+
+
+def test_real_models_by_both_steps(folder):
+    before = (folder / "README.md").read_text()
+    add_made(folder, test_model_experiments, "cuda_model", test_model_experiments.model_rows(),
+             only=[])  # fmt: skip
+    lines = new_lines(folder, before)
+    assert [line.split(" | ")[0] for line in lines] == [
+        f"| {model}, a real checkpoint, 255 tokens{way}"
+        for model in ("qwen2.5-coder-0.5b", "smollm2-135m") for way in ("", " in one kernel each")
+    ]  # fmt: skip
+    assert len(set(lines)) == 4 and "1,976 tok/s" in lines[0] and "3,294 tok/s" in lines[1]
+
+
+def test_peers_in_one_run(folder):
+    before = (folder / "README.md").read_text()
+    add_made(folder, test_peers, "peers", test_peers.rows())
+    lines = new_lines(folder, before)
+    assert lines[0] == (
+        "| step at 100, qwen2.5-3b, beside others in one run | decodev2 in one kernel 0.741 ms; "
+        "torch int4 products alone 1.33 ms (1.80 x), bitsandbytes NF4 products alone 2.38 ms "
+        "(3.21 x), llama.cpp 2.50 ms (3.37 x) | "
+    )
+    assert [line.split(", ")[0] for line in lines[1:]] == [
+        "| prompt of 48", "| prompt of 512", "| prompt of 2040"
+    ]  # fmt: skip
+    assert "| decodev2 4.10 ms; llama.cpp 9.50 ms (2.32 x) |" in lines[1]
+
+
+def test_steps_of_all_sizes(folder):
+    before = (folder / "README.md").read_text()
+    add_made(folder, test_step_roofline, "step_roofline", test_step_roofline.rows())
+    graph, one = new_lines(folder, before)
+    shapes = "0.5B / 1.5B / 3B / 7B / 14B / 32B"
+    assert graph.startswith(f"| one greedy token of {shapes}, a graph | 0.55 / 0.79 / 1.18 / ")
+    assert one.startswith(f"| one greedy token of {shapes}, in one kernel | 0.21 / 0.36 / 0.60 / ")
+    assert " tok/s, 28 / " in one
 
 
 def test_pages_by_their_panels(folder):

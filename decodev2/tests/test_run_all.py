@@ -70,6 +70,16 @@ def test_one_failure_stops_nothing_and_is_told(lab, tmp_path, capsys):
     assert Path(result["plate"]).is_file()
 
 
+def test_one_that_stands_apart_is_named_and_left_out(lab, tmp_path, capsys):
+    del lab["breaks"]
+    lab["checks"] = experiment("checks")
+    lab["checks"].APART = True
+    assert commands.run_all_command(runs_dir=tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "left out, to be run by name: checks"
+    assert [p.parent.name for p in plate.plate_paths(tmp_path)] == ["counts"]
+
+
 def test_a_new_plate_takes_the_place_of_its_like(lab, tmp_path, monkeypatch):
     del lab["breaks"]
     commands.run_all_command(runs_dir=tmp_path)

@@ -148,6 +148,15 @@ def test_reading_several_steps_at_once_changes_nothing(steps_per_read):
         assert generate(PROMPT, 100, (20,)) == (full[:-1], "end token 20")
 
 
+def test_a_check_stands_between_a_read_and_its_ids():
+    weights, state, events = load_weights(MODEL), allocate_state(TINY_LLAMA), []
+    runner.generate(
+        state, weights, PROMPT, 8, on_token=lambda _: events.append("id"), steps_per_read=3,
+        check=lambda: events.append("check"),
+    )  # fmt: skip
+    assert events == ["id", *["check", "id", "id", "id"] * 2, "check", "id"]
+
+
 # ---- what is refused ----
 
 

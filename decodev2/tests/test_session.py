@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +26,18 @@ from tiny import (
 )
 
 from decodev2 import native, oracle, session
-from decodev2.errors import ContainerError, DecodeError, ModelError, PromptError
+from decodev2.errors import (
+    BuildError,
+    ContainerError,
+    DecodeError,
+    ModelError,
+    PromptError,
+    StepError,
+)
 from decodev2.load import load_weights, open_model
 from decodev2.session import answer, pick_device
 from decodev2.state import allocate_state
+from decodev2.step import greedy_decode
 
 EXECUTORS = ("decodev2", "tokenloop", "oracle")
 
@@ -346,6 +356,107 @@ def test_state_size_is_known_before_loading(random_model):
 
 def test_end_token_text_is_the_templates(talker):
     assert session.load_text(talker).decode([END_ID], skip_special=False) == END
+
+
+def test_a_step_that_does_not_exist_is_named(random_model):
+    with pytest.raises(
+        DecodeError, match="step 'magic' is unknown; needs one of graph, persistent"
+    ):
+        open_session(random_model, step="magic")
+
+
+def test_on_the_cpu_there_is_one_step(random_model, capsys):
+    opened = open_session(random_model, step="persistent")
+    assert opened.graph is None and opened.persistent is None
+    opened.close()
+
+
+# ---- one kernel a token, its launches played by the CPU's step ----
+
+
+class Played:
+    """Stands in for `persistent`: what was checked and cleared, and a fault at some check."""
+
+    def __init__(self, monkeypatch, opened, fails_at: int | None = None):
+        self.checked, self.cleared, self.fails_at = 0, 0, fails_at
+        monkeypatch.setattr(session.persistent, "check", self.check)
+        monkeypatch.setattr(session.persistent, "clear", self.clear)
+        opened.persistent = self
+        opened.graph = types.SimpleNamespace(
+            replay=functools.partial(greedy_decode, opened.state, opened.weights)
+        )
+
+    def check(self, one) -> None:
+        assert one is self
+        self.checked += 1
+        if self.checked == self.fails_at:
+            raise StepError("the persistent step gave up waiting")
+
+    def clear(self, one) -> None:
+        assert one is self
+        self.cleared += 1
+
+
+@pytest.fixture
+def on_cpu(random_model):
+    opened = open_session(random_model)
+    yield opened
+    opened.close()
+
+
+def test_hand_offs_are_checked_with_every_read(on_cpu, monkeypatch):
+    expected = on_cpu.generate([1, 2], 20).ids
+    played = Played(monkeypatch, on_cpu)
+    assert on_cpu.generate([1, 2], 20).ids == expected
+    assert (played.checked, played.cleared) == (3, 0)  # 19 steps, 8 a read
+
+
+def test_ids_of_a_step_that_failed_are_not_shown(on_cpu, monkeypatch):
+    expected, seen = on_cpu.generate([1, 2], 20).ids, []
+    played = Played(monkeypatch, on_cpu, fails_at=2)
+    with pytest.raises(StepError):
+        on_cpu.generate([1, 2], 20, on_token=seen.append)
+    assert seen == expected[:9] and played.cleared == 1
+    assert on_cpu.generate([1, 2], 20).ids == expected
+    assert played.cleared == 1
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt, BrokenPipeError))
+def test_what_breaks_a_request_off_leaves_no_hand_off_behind(on_cpu, monkeypatch, error):
+    expected = on_cpu.generate([1, 2], 20).ids
+    played = Played(monkeypatch, on_cpu)
+
+    def stop(token_id):
+        if token_id == expected[3]:  # five more steps of this read were taken
+            raise error
+
+    with pytest.raises(error):
+        on_cpu.generate([1, 2], 20, on_token=stop)
+    assert played.cleared == 1
+    assert on_cpu.generate([1, 2], 20).ids == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ModelError("tiny: no persistent step, why"), RuntimeError("persistent step: too large\nmore")],
+)
+def test_where_one_kernel_cannot_run_the_graph_does(on_cpu, monkeypatch, capsys, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(session.persistent, "prepare", refuse)
+    assert session._persistent_or_none(on_cpu.state, on_cpu.weights) == (None, None)
+    said = capsys.readouterr().err
+    assert said == f"decodev2: {str(error).splitlines()[0]}; stepping by the graph\n"
+
+
+def test_kernels_that_do_not_compile_are_no_reason_for_the_graph(on_cpu, monkeypatch):
+    def broken(*_):
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(session.persistent, "prepare", broken)
+    with pytest.raises(BuildError):
+        session._persistent_or_none(on_cpu.state, on_cpu.weights)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,15 @@ from decodev2.arena import Arena
 from decodev2.errors import ModelError
 from decodev2.kv import GraphSafeKV
 from decodev2.load import load_weights
-from decodev2.plan import MEDIUM_LLAMA, TINY_INTERNLM, TINY_LLAMA
+from decodev2.plan import (
+    CUDA_MAX_N,
+    LIVE_MAX_N,
+    MEDIUM_LLAMA,
+    TINY_INTERNLM,
+    TINY_LLAMA,
+    chunk_on,
+    with_max_seq,
+)
 from decodev2.prefill import consume_prompt
 from decodev2.state import MAX_EOS_IDS, UNUSED, allocate_state, load_token, reset
 from decodev2.synth import build
@@ -64,6 +72,17 @@ def test_buffers_have_the_contracts_names_types_and_sizes():
     small = (state.next_token, state.finished, state.eos_ids, state.history)
     whole = sum(t.nbytes for t in tensors_of(state)) - sum(t.nbytes for t in small)
     assert state.nbytes == whole > state.kv.nbytes + state.logits.nbytes
+
+
+@pytest.mark.parametrize(
+    ("max_seq", "chunk", "columns"),
+    [(600, None, LIVE_MAX_N), (600, 48, 48), (20, None, 20), (20, 48, 20), (1, None, 1)],
+)
+def test_a_chunk_is_the_devices_and_fits_the_cache(max_seq, chunk, columns):
+    assert (chunk_on("cpu"), chunk_on("cuda")) == (LIVE_MAX_N, CUDA_MAX_N)
+    for device in ("cpu", torch.device("cpu")):
+        state = allocate_state(with_max_seq(TINY_LLAMA, max_seq), device, chunk)
+        assert len(state.prompt.token) == columns
 
 
 def test_first_columns_share_memory():

@@ -4,8 +4,11 @@ ncu's output, and what they make of rows; with one, `measure` on the smallest pa
 from __future__ import annotations
 
 import functools
+import importlib.util
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import types
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from decodev2 import graph, native, nf4, oracle, plan, state, step, synth, toggles
+from decodev2 import graph, linear, native, nf4, oracle, plan, state, step, synth, toggles
 from decodev2.errors import DecodeError
 from decodev2.lab import bench, card, cases, commands, experiments, figure, ncu, plate
 from decodev2.lab.experiments import (
@@ -77,7 +80,13 @@ def on_cpu(monkeypatch):
             types.SimpleNamespace(replay=functools.partial(step.greedy_decode, live, weights))
         ),
     )  # fmt: skip
-    stand = types.SimpleNamespace(seconds=5e-4, launches=[])
+    stand = types.SimpleNamespace(seconds=5e-4, launches=[], captured=[])
+
+    def replay_of(launch, device):
+        stand.captured.append(launch)
+        return launch
+
+    monkeypatch.setattr(graph, "replay_of", replay_of)
 
     def graph_times(run, launches, runs=9, warmup=2):
         for i in range(min(launches, 3)):
@@ -143,9 +152,9 @@ def test_limits_sees_a_wrong_node(limits_kernels):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 1001])
-def test_exclusive_or(n):
+def testexclusive_or(n):
     words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
-    assert limits._exclusive_or(words) == int(np.bitwise_xor.reduce(words.numpy()))
+    assert limits.exclusive_or(words) == int(np.bitwise_xor.reduce(words.numpy()))
 
 
 def test_the_fit_finds_cost_and_rate():
@@ -197,8 +206,8 @@ def test_attention_sees_wrong_kernels(narrow, monkeypatch, harm):
     live = state.allocate_state(spec, "cpu", 1)
     real = attention.ops.attention
 
-    def wrong(c, live, layer):
-        real(c, live, layer)
+    def wrong(c, live, layer, in_step):
+        real(c, live, layer, in_step)
         harm(c, live)
 
     assert attention._check(live, 2, "one_launch") < 1e-5
@@ -212,8 +221,8 @@ def test_attention_that_forgets_the_newest_row_is_seen(narrow, monkeypatch):
     live = state.allocate_state(attention._spec("", 1), "cpu", 1)
     real = attention.ops.attention
 
-    def short(c, live, layer):
-        real(c, live, layer)
+    def short(c, live, layer, in_step):
+        real(c, live, layer, in_step)
         c.valid_len.sub_(1)
         kv = live.kv
         native.cpu().attn(c.q, kv.k[layer], kv.v[layer], c.valid_len, live.scores, c.attn)
@@ -249,21 +258,71 @@ def test_step_graph_sees_other_ids(on_cpu, monkeypatch):
         step_graph.measure(defaults("step_graph", linear=["gemv"], how=["eager"]), nothing)
 
 
-def test_prefill_measure(on_cpu, monkeypatch):
-    monkeypatch.setattr(prefill_chunks, "CHUNKS", (1, 16, 32, 64))  # the CPU takes no more
+@pytest.fixture
+def short_prompts(monkeypatch, on_cpu):
+    """Prompts and chunks for the CPU, which takes 64 columns at most; wgmma is the same kernel."""
+    monkeypatch.setattr(prefill_chunks, "CHUNKS", (1, 16, 32, 64))
     monkeypatch.setattr(prefill_chunks, "PROMPTS", (5, 40, 70))
     monkeypatch.setattr(prefill_chunks, "MAX_SEQS", (48, 80))
-    params = defaults("prefill_chunks", shape="tiny-llama", runs=2)
-    result = made("prefill_chunks", prefill_chunks.measure(params, nothing))
-    assert len(result.rows) == 2 * 3 * len(prefill_chunks.CHUNKS)
+    monkeypatch.setattr(linear, "has_wgmma", lambda device: True)
+
+
+def prefill_measured(**changed) -> plate.Plate:
+    params = defaults("prefill_chunks", shape="tiny-llama", runs=2, **changed)
+    return made("prefill_chunks", prefill_chunks.measure(params, nothing))
+
+
+def test_prefill_measure(short_prompts, on_cpu):
+    result = prefill_measured()
+    ways = {
+        (max_seq, c): [
+            (r["prompt"], r["kernel"], r["launch"])
+            for r in result.rows
+            if (r["max_seq"], r["chunk"]) == (max_seq, c)
+        ]
+        for max_seq, c in itertools.product((48, 80), (1, 16, 32, 64))
+    }
+    assert ways[80, 1] == ways[48, 1] == [(n, "gemv", "graph") for n in (5, 40, 70)]
+    by_mma, by_wgmma = (
+        [(n, kernel, launch) for n in (40, 70) for launch in ("eager", "graph")]
+        for kernel in ("mma", "wgmma")
+    )
+    assert ways[80, 16] == [(5, "mma", "eager"), *by_mma]
+    assert sorted(ways[80, 32]) == sorted(
+        [(5, "mma", "eager"), (5, "wgmma", "eager"), *by_mma, *by_wgmma]
+    )
+    eager = [(n, kernel, "eager") for n in (5, 40) for kernel in ("mma", "wgmma")]
+    both = [(70, kernel, launch) for kernel in ("mma", "wgmma") for launch in ("eager", "graph")]
+    assert ways[80, 64] == eager + both
+    assert ways[48, 16] == [(5, "mma", "eager"), (40, "mma", "graph"), (70, "mma", "graph")]
+    assert len(result.rows) == sum(map(len, ways.values()))
     too_long = [r for r in result.rows if r["ms"] is None]
     assert {(r["max_seq"], r["prompt"]) for r in too_long} == {(48, 70)}
     assert "70 does not fit 48 slots" in too_long[0]["ms_reason"]
     checked = [r for r in result.rows if r["error_before"] is not None]
-    assert len(checked) == 5 * (len(prefill_chunks.CHUNKS) - 1)
+    assert len(checked) == sum(r["chunk"] > 1 for r in result.rows) - 3
     assert all(max(r["error_before"], r["error_after"]) < 1e-5 for r in checked)
-    (row,) = (r for r in result.rows if (r["max_seq"], r["prompt"], r["chunk"]) == (80, 70, 32))
+    by_graph = [r for r in result.rows if r["chunk"] > 1 and r["launch"] == "graph" and r["ms"]]
+    assert len(on_cpu.captured) == len(by_graph) == 10
+    (row,) = (r for r in result.rows if (r["chunk"], r["prompt"], r["launch"]) == (32, 70, "graph")
+              and (r["max_seq"], r["kernel"]) == (80, "mma"))  # fmt: skip
     assert row["passes"] == 3 and row["tok_s"] == pytest.approx(70 / row["ms"] * 1e3)
+
+
+def test_prefill_of_one_way(short_prompts, monkeypatch):
+    one = {"chunk": [64], "prompt": [70], "max_seq": [80], "launch": ["eager"]}
+    (row,) = prefill_measured(**one, kernel=["wgmma"]).rows
+    assert (row["chunk"], row["kernel"], row["launch"]) == (64, "wgmma", "eager")
+    with pytest.raises(DecodeError, match=r"no such chunk: .* wgmma at 17; a graph needs"):
+        prefill_measured(chunk=[16], kernel=["wgmma"])
+    with pytest.raises(DecodeError, match="no such chunk"):
+        prefill_measured(chunk=[64], prompt=[5], launch=["graph"])
+    monkeypatch.setattr(linear, "has_wgmma", lambda device: False)
+    result = prefill_measured(**one)
+    assert [row["kernel"] for row in result.rows] == ["mma"]
+    assert result.notes[-1] == "No wgmma: the card is not sm_90."
+    with pytest.raises(DecodeError, match="wgmma at 17, on sm_90 only"):
+        prefill_measured(**one, kernel=["wgmma"])
 
 
 def test_prefill_sees_a_chunk_that_loses_a_column(on_cpu, monkeypatch):
@@ -272,10 +331,16 @@ def test_prefill_sees_a_chunk_that_loses_a_column(on_cpu, monkeypatch):
     real = prefill_chunks.prefill.forward_prefill
     monkeypatch.setattr(
         prefill_chunks.prefill, "forward_prefill",
-        lambda live, weights, ids, chunk: real(live, weights, [*ids[:3], 0, *ids[4:]], chunk),
+        lambda live, weights, ids, full: real(live, weights, [*ids[:3], 0, *ids[4:]], full=full),
     )  # fmt: skip
     with pytest.raises(DecodeError, match="chunks of 16, prompt 20: logits are off"):
-        prefill_chunks.measure(defaults("prefill_chunks", shape="tiny-llama", chunk=[16]), nothing)
+        prefill_measured(chunk=[16])
+
+
+def test_prefill_sees_a_graph_that_does_nothing(short_prompts, monkeypatch):
+    monkeypatch.setattr(graph, "replay_of", lambda launch, device: lambda: None)
+    with pytest.raises(DecodeError, match="chunks of 16, prompt 40: logits are off"):
+        prefill_measured(chunk=[16], launch=["graph"])
 
 
 @pytest.fixture
@@ -415,6 +480,42 @@ def test_ncu_collects_in_order(monkeypatch):
     (command,) = run.commands
     assert command[command.index("--clock-control") + 1] == "none"
     assert command[-2:] == ["gemv:o_proj", "gemv:lm_head"]
+    assert command[command.index("--profile-from-start") + 1] == "off"
+    assert command[command.index("--replay-mode") + 1] == "kernel"
+
+
+NEWER = [("one kernel a token", "3B step at 100"), ("prompt by wgmma", "gate_proj x 256"),
+         ("prompt by mma", "gate_proj x 256")]  # fmt: skip
+IN_ONE = "void decodev2::<unnamed>::persistent_step<(int)128, (bool)0>(PersistentArguments)"
+
+
+def test_ncu_knows_the_names_of_the_kernels(monkeypatch):
+    """What ncu is told to look for is in csrc."""
+    names = [
+        "void decodev2::<unnamed>::nf4_wgmma<(int)256>(decodev2::<unnamed>::KernelArguments)",
+        "void decodev2::<unnamed>::nf4_gemm<(int)8>(decodev2::<unnamed>::KernelArguments)",
+    ]
+    run = Ncu(monkeypatch, wide_csv([IN_ONE, *names]), [1e-3, 1e-5, 1e-5])
+    assert [counted.error for counted in ncu.collect(NEWER, run)] == [1e-3, 1e-5, 1e-5]
+    (command,) = run.commands
+    pattern = command[command.index("--kernel-name") + 1].removeprefix("regex:")
+    assert set(pattern.split("|")) == {"persistent_step", "nf4_wgmma", "nf4_gemm"}
+    with pytest.raises(DecodeError, match="where prompt by wgmma of gate_proj x 256 should be"):
+        ncu.collect(NEWER, Ncu(monkeypatch, wide_csv([IN_ONE, *names[::-1]]), [1e-3, 1e-5, 1e-5]))
+    sources = "".join(p.read_text() for p in native.csrc_folder().glob("*.cu*"))
+    for kernel in ncu.KERNELS.values():
+        found = re.findall(rf"__global__ void[^{{;]*?\b(?:{kernel.name})\(", sources)
+        assert found, kernel.name
+
+
+def test_ncu_looks_at_one_launch_only(monkeypatch):
+    events = []
+    monkeypatch.setattr(ncu.torch.cuda, "synchronize", lambda: events.append("wait"))
+    for name in ("start", "stop"):
+        monkeypatch.setattr(ncu.torch.cuda.profiler, name, lambda name=name: events.append(name))
+    with ncu._looked_at():
+        events.append("launch")
+    assert events == ["wait", "start", "launch", "wait", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -483,8 +584,11 @@ def counted(occupancy=28.0, dram=77.0, us=46.7, tensor: float | None = 16.0, err
 @pytest.fixture
 def profiled(monkeypatch, on_cpu):
     monkeypatch.setattr(ncu, "find_ncu", lambda: "ncu")
-    answers = {}
+    answers = {("prompt by wgmma", shape): counted(tensor=55.0) for shape in ncu.PROMPT_SHAPES}
+    step = counted(error=1e-2)
+    answers[NEWER[0]] = replace(step, metrics=step.metrics | {"dram_bytes": 1648e6})
     monkeypatch.setattr(ncu, "collect", lambda ts: [answers.get(t, counted()) for t in ts])
+    monkeypatch.setattr(counters, "_why_not", lambda kernel: None)
     return answers
 
 
@@ -493,14 +597,30 @@ def test_counters_measure(profiled):
     profiled["mma", "o_proj"] = counted(tensor=None)
     profiled["row-major, table in shared", "lm_head"] = counted(dram=27.0)
     result = made("counters", counters.measure(defaults("counters"), nothing))
-    assert len(result.rows) == 4 * 4 + 2 * 2
+    assert len(result.rows) == 4 * 4 + 2 * 2 + 2 * 2 + 1
     mma = next(r for r in result.rows if (r["kernel"], r["shape"]) == ("mma", "o_proj"))
     assert mma["tensor"] is None and mma["tensor_reason"]
     large = next(r for r in result.rows if (r["kernel"], r["shape"]) == ("gemv", "lm_head"))
     assert large["mb"] == pytest.approx(165.306368) and large["dram_mb"] == pytest.approx(165.3)
-    assert len(counters.claims(result)) == 6
+    step = next(r for r in result.rows if r["kernel"] == "one kernel a token")
+    # 36 layers of 77.1 million weights and the head, and the keys and values of 101 positions
+    assert step["mb"] == pytest.approx((36 * 77.07e6 + 151936 * 2048) * 17 / 32e6 + 3.72, rel=1e-3)
+    assert len(counters.claims(result)) == 8
     assert all(holds for _, holds in counters.claims(result))
+    assert "one kernel for a token keeps memory 77 % busy" in result.verdict
+    assert "gate_proj x 256: the tensor pipe is 55 % busy by warpgroups, 16 by warps" in (
+        result.verdict
+    )  # fmt: skip
     experiments.get("counters").draw(result, figure_of())
+
+
+def test_counters_leave_out_what_the_card_cannot_run(profiled, monkeypatch):
+    monkeypatch.setattr(counters, "_why_not", lambda kernel: "sm_86" if kernel == "mma" else None)
+    result = made("counters", counters.measure(defaults("counters"), nothing))
+    assert "mma" not in {row["kernel"] for row in result.rows}
+    assert result.notes[-1] == "mma was left out: sm_86."
+    with pytest.raises(DecodeError, match="mma: sm_86"):
+        counters.measure(defaults("counters", kernel=["mma"]), nothing)
 
 
 def test_counters_claims_fail_when_they_should(profiled):
@@ -535,8 +655,8 @@ def test_the_lab_log_plate(tmp_path):
 
 def test_the_lab_log_numbers_of_other_experiments_agree():
     rows = {r["number"]: r for r in lab_log.log_rows()}
-    for (linear, how), ms in step_graph.OLD_MS.items():
-        assert rows[f"step {linear} {how}"]["step_ms"] == ms
+    for (kernel, how), ms in step_graph.OLD_MS.items():
+        assert rows[f"step {kernel} {how}"]["step_ms"] == ms
     assert (rows["12"]["prefill_ms"], rows["13"]["prefill_ms"]) == prefill_chunks.OLD
     assert {n.partition(" ")[2] for n in rows if n.startswith("gemv ")} == set(cases.SHAPES)
     for name, shape in cases.SHAPES.items():
@@ -599,20 +719,37 @@ def step_graph_rows(scale=1.0) -> list[dict]:
     ]  # fmt: skip
 
 
+A_PASS = {  # ms that the card takes, by kernel and columns
+    "mma": {16: 2.2, 32: 3.3, 64: 4.7, 128: 8.6, 256: 16.0},
+    "wgmma": {64: 1.8, 128: 2.4, 256: 4.0},
+}
+PYTHON = 2.9  # ms until a pass is launched
+
+
+def prefill_ms(n: int, c: int, kernel: str, launch: str) -> tuple[float, float]:
+    """(ms, ms until launched) of a prompt."""
+    if c == 1:
+        return 1.2 * n, 0.6 * n
+    card = A_PASS[kernel]
+    passes = [(c, launch)] * (n // c) + [(n % c, "eager")] * (n % c > 0)
+    takes = [(min(card[width] for width in card if width >= k), how) for k, how in passes]
+    ms = sum(t if how == "graph" else max(t, PYTHON) for t, how in takes)
+    return ms, sum(0.02 if how == "graph" else PYTHON for _, how in takes)
+
+
 def prefill_rows(scale=1.0) -> list[dict]:
-    rows = []
+    rows, names = [], prefill_chunks._TIMED
+    every = (list(prefill_chunks.KERNELS), list(prefill_chunks.LAUNCHES))
     for max_seq in prefill_chunks.MAX_SEQS:
-        for n in prefill_chunks.PROMPTS:
-            for c in prefill_chunks.CHUNKS:
-                row = {"max_seq": max_seq, "prompt": n, "chunk": c, "passes": -(-n // c),
-                       "tokens": n}  # fmt: skip
-                names = prefill_chunks._TIMED
+        for c, n in itertools.product(prefill_chunks.CHUNKS, prefill_chunks.PROMPTS):
+            for kernel, launch in prefill_chunks._ways(c, n, max_seq == 2048, *every):
+                row = {"max_seq": max_seq, "prompt": n, "chunk": c, "kernel": kernel,
+                       "launch": launch, "passes": -(-n // c), "tokens": n}  # fmt: skip
                 if n > max_seq:
                     rows.append(row | {"runs": 0} | dict.fromkeys(names, plate.Missing("long")))
                     continue
-                ms = (1.2 * n if c == 1 else -(-n // c) * max(3.4, 0.06 * c)) * scale
+                ms, host = (scale * t for t in prefill_ms(n, c, kernel, launch))
                 ms *= 1.04 if max_seq == 2048 else 1
-                host = 0.5 * ms if c == 1 or c > 64 else ms
                 error = plate.Missing("reference") if c == 1 else 1e-3
                 rows.append(
                     row | {"ms": ms, "ms_best": ms, "ms_worst": ms, "runs": 3, "host_ms": host,
@@ -712,6 +849,12 @@ def test_claims_fail_when_they_should():
 
     assert [text for text in broken("attention", tilt) if "within a tenth" in text]
 
+    def slow(row):
+        if (row["kernel"], row["chunk"]) == ("wgmma", 256):
+            row["ms"] = 1e6
+
+    assert broken("prefill_chunks", slow) == ["full chunks of 256 are faster by wgmma than by mma"]
+
 
 def test_verdicts_say_what_the_rows_say():
     assert "one warp per head is slower than SDPA, as on the old card" in (
@@ -724,12 +867,33 @@ def test_verdicts_say_what_the_rows_say():
     assert "faster than SDPA, not as on the old card" in attention._verdict(fast, 0.01)
     assert "does not beat that sum" in step_mix._verdict(mix_rows(), 0.01)
     assert "equals that sum" in step_mix._verdict(mix_rows(), 0.06)
-    slots = "2,048 slots instead of 512 cost +4.0 to +4.0 % where the card is the limit (as"
+    slots = "2,048 slots instead of 512 cost +4.0 % (as predicted: nothing)"
     assert slots in prefill_chunks._verdict(prefill_rows(), 0.01)
     by_python = [row | {"host_ms": row["ms"]} for row in prefill_rows()]
     assert "slots instead of" not in prefill_chunks._verdict(by_python, 0.01)
     assert "(as predicted: 2 to 4 us)" in limits._verdict(limits_rows(), 0.01)
     assert "(not as predicted: 2 to 4 us)" in limits._verdict(limits_rows(fixed=9.0), 0.01)
+
+
+def test_a_prompt_plate_that_is_older_than_wgmma_is_read(tmp_path):
+    """It has one kernel, launched from Python, and no columns that say so."""
+    new = fabricated("prefill_chunks")
+    rows = [r for r in new.rows if r["kernel"] != "wgmma" and (r["launch"] == "eager"
+            or r["chunk"] == 1)]  # fmt: skip
+    rows = [{k: v for k, v in r.items() if k not in ("kernel", "launch")} for r in rows]
+    columns = [c for c in new.columns if c["name"] not in ("kernel", "launch")]
+    old = replace(new, rows=rows, columns=columns)
+    assert figure.png_bytes(old, plate.content_hash(old))
+    claims = prefill_chunks.claims(old)
+    assert claims[-1] == ("every chunk's logits agree with one column a pass", True)
+    assert len(claims) == 4 and all(holds for _, holds in claims)
+    assert {prefill_chunks.host_timed(row, "ms") for row in rows if row["ms"]} == {True, False}
+    if importlib.util.find_spec("ipywidgets"):
+        from decodev2.lab import widgets
+
+        panel = widgets.panel("prefill_chunks", old, compare=["chunk"], prompt=512, chunk=32)
+        assert [*panel.boxes] == ["chunk", "prompt", "max_seq"]
+        assert len(panel.view().rows) == len(prefill_chunks.CHUNKS)
 
 
 def test_toggles_are_columns_and_choices_of_the_rows():
@@ -765,7 +929,7 @@ SMALLEST = {
     "attention": {"length": [100], "shape": ["0.5B"], "cold_mb": 20, "runs": 2},
     "step_graph": {"runs": 2},
     "prefill_chunks": {
-        "shape": "qwen2.5-0.5b", "chunk": [32], "prompt": [48], "max_seq": [512], "runs": 1,
+        "shape": "qwen2.5-0.5b", "chunk": [64], "prompt": [512], "max_seq": [512], "runs": 1,
     },
     "step_mix": {"shape": "qwen2.5-0.5b", "position": [100], "runs": 2},
 }  # fmt: skip

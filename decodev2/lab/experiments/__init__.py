@@ -8,6 +8,8 @@ A module has
     DEPENDS    glob patterns of the kernels below csrc/ that it runs
     DEVICE     "cuda" or "cpu": where it runs, and whose plate it makes; "none": its rows are a
                transcription, nothing is measured, and `run --all` leaves it out
+    APART      True (may be left out): checks tools or builds for minutes, no speed of a kernel;
+               `run --all` names it and leaves it out
     measure(params, progress) -> plate.Measured
                `progress(done, total, text)` reports how far the run is
 

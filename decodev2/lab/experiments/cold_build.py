@@ -27,6 +27,7 @@ PREDICTION = (
 PARAMS = {"extension": ("step", "the one that is killed and built by two processes at once")}
 DEPENDS = ("*.cu", "*.cuh", "*.h", "*_binding.cpp")
 DEVICE = "cuda"
+APART = True
 LIMIT_S = 90
 COLUMNS = [
     {"name": "case", "unit": ""},

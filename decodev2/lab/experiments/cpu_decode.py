@@ -39,7 +39,7 @@ PARAMS = {
     "runs": (5, "timed rounds; each runs every executor once"),
     "warmup": (1, "rounds before them that do not count"),
 }
-DEPENDS = ("cpu/**/*",)
+DEPENDS = ("cpu/**/*", "refuse.h")
 DEVICE = "cpu"
 PEER = "llama.cpp"
 SETTLE_S = 0.3  # idle threads of one library's pool spin for a while after its last work

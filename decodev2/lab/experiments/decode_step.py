@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ... import graph, load, native, plan, prefill, state, step, synth, toggles
+from ... import graph, load, native, persistent, plan, prefill, state, step, synth, toggles
 from ...errors import DecodeError
 from .. import bench, card, cases
 from ..plate import Measured
@@ -26,9 +26,12 @@ WAYS = {
     "graph": {"linear": "gemv"},
     "graph, plain launches": {"linear": "gemv", "pdl": False},
     "graph, norm alone": {"linear": "gemv", "norm": "alone"},
+    "graph, nothing ahead": {"linear": "gemv", "ahead": "nothing"},
     "graph, act as float": {"linear": "gemv", "act": "float"},
+    "graph, attended as float": {"linear": "gemv", "attended": "float"},
     "graph, two-launch attention": {"linear": "gemv", "attention": "two_launch"},
     "graph, mma at one column": {"linear": "mma"},
+    "persistent": {"linear": "gemv"},
     "eager": {"linear": "gemv"},
 }
 PARAMS = {
@@ -38,7 +41,7 @@ PARAMS = {
                   f"{', '.join(CASES)}"),
     "kernels": ([], "ways to take a step, separated by commas, their \"graph, \" left out; all if "
                     "left out"),
-    "chunk": (32, "columns per prefill chunk"),
+    "chunk": (plan.CUDA_MAX_N, "columns per prefill chunk"),
     "runs": (15, "timed replays"),
     "seed": (0, "seed of the weights"),
 }  # fmt: skip
@@ -62,7 +65,7 @@ COLUMNS = [
 def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured:
     """Rows of the step at each position for each way, and the prompts."""
     spec = plan.with_max_seq(plan.named_spec(params["shape"]), params["max_seq"])
-    wanted = [_case(text, spec.max_seq) for text in params["cases"] or CASES]
+    wanted = [parse_case(text, spec.max_seq) for text in params["cases"] or CASES]
     positions = [n for what, n in wanted if what == "step at"]
     prompts = [n for what, n in wanted if what == "prompt of"]
     ways = [_way(text) for text in params["kernels"] or WAYS] if positions else []
@@ -78,19 +81,20 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
     for index, way in enumerate(ways):
         progress(index, total, way)
         with toggles.using(**WAYS[way]):
-            run = functools.partial(step.greedy_decode, live, weights)
-            run = run if way == "eager" else graph.capture(live, weights).replay
+            run = taken(way, live, weights)
+            if run is None:
+                continue
             rows += _step_rows(way, run, live, positions, params["runs"])
             if noise is None:
                 again = _step_rows(way, run, live, positions[:1], params["runs"])[0]["ms"]
                 noise = abs(again / rows[0]["ms"] - 1)
     with toggles.using(linear="gemv"):
+        full = graph.full_chunk(live, weights)
         for index, n in enumerate(prompts):
             progress(len(ways) + index, total, f"prompt of {n}")
             ids = [(7 * i + 3) % spec.vocab for i in range(n)]
-            times = bench.event_times(
-                lambda ids=ids: prefill.forward_prefill(live, weights, ids), min(7, params["runs"])
-            )
+            take = functools.partial(prefill.forward_prefill, live, weights, ids, full=full)
+            times = bench.event_times(take, min(7, params["runs"]))
             rows.append(
                 {"case": f"prompt of {n}", "kernels": f"chunks of {params['chunk']}", "tokens": n}
                 | cases.ms_row(times)
@@ -156,7 +160,7 @@ def draw(plate, fig) -> None:
         ax.barh(y, row["ms"], 0.25, color=shades[case % 4])
         ax.annotate(
             f"{row['ms']:.3f} ms, {row['tok_s']:.0f} tok/s", (row["ms"], y), (5, 0),
-            textcoords="offset points", va="center", fontsize=10.5,
+            textcoords="offset points", va="center", fontsize=9.5,
         )  # fmt: skip
     floor = steps[0]["floor_ms"]
     ax.axvline(floor, color="#222222", linewidth=1.5)
@@ -175,7 +179,19 @@ def draw(plate, fig) -> None:
     ax.legend(handles, places, loc="upper right", fontsize=11.5)
 
 
-def _case(text: str, max_seq: int) -> tuple[str, int]:
+def taken(way: str, live: state.DecodeState, weights: load.ModelWeights):
+    """What takes one step, or None where the card or the shape cannot take it this way."""
+    if way == "eager":
+        return functools.partial(step.greedy_decode, live, weights)
+    if way != "persistent":
+        return graph.capture(live, weights).replay
+    if persistent.why_not(live.spec):
+        return None
+    one = persistent.prepare(live, weights)
+    return graph.capture_step(live, functools.partial(persistent.greedy_decode, one)).replay
+
+
+def parse_case(text: str, max_seq: int) -> tuple[str, int]:
     """("step at" or "prompt of", number) of a case, which must fit the cache."""
     what, _, number = text.rpartition(" ")
     lowest, highest = {"step at": (0, max_seq - 1), "prompt of": (1, max_seq)}.get(what, (0, -1))

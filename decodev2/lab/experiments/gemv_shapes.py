@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from ... import native, toggles
 from ...linear import cuda_product
-from .. import bench, cases
+from .. import bench, cases, peer_products
 from ..cases import SHAPES
 from ..plate import Measured, Missing
 
@@ -26,7 +25,10 @@ PARAMS = {
     "kernels": ([], "kernels to time, separated by commas; all if left out"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = ("nf4_gemv.cu", "nf4_gemm.cu", "nf4.cuh", "launch.h")
+DEPENDS = (
+    "nf4_gemv.cu", "gemv.cuh", "nf4_gemm.cu", "nf4_gemm.cuh", "columns.cuh", "nf4.cuh", "ptx.cuh",
+    "device.cuh", "launch.h",
+)  # fmt: skip
 DEVICE = "cuda"
 OURS = "gemv"
 OLD_GAIN = "1.8x (v_proj) to 8.6x (32b_down)"  # of the lab log's isolated table
@@ -40,7 +42,7 @@ COLUMNS = [
 
 
 def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured:
-    """One row per shape and kernel; a kernel of ours is timed between two checks on fresh input."""
+    """One row per shape and kernel, timed between two checks on fresh input."""
     names = cases.chosen(params["shapes"], SHAPES, "shape")
     kernels = cases.chosen(params["kernels"], KERNELS, "kernel")
     read_rate = cases.begin("gemv_shapes")
@@ -144,51 +146,19 @@ def _ours(case: Case, **switches) -> tuple[dict, list[float]]:
     return timed.row, timed.seconds
 
 
-# ---- peers: timed, not checked ----
+# ---- peers: on weights of their own ----
 
 
-def _bitsandbytes(case: Case) -> tuple[dict, list[float]]:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return _absent("bitsandbytes is not installed"), []
-    import bitsandbytes.functional as bnb
-
-    m, k = case.rows, case.cols
-    weights = []
-    w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 0.02
-    for _ in range(case.count):
-        weights.append(bnb.quantize_4bit(w, blocksize=64, quant_type="nf4"))
-    del w
-    x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
-
-    def run(i: int) -> None:
-        codes, state = weights[i % len(weights)]
-        bnb.gemv_4bit(x, codes.t(), state=state)
-
-    return _peer(run, case)
-
-
-def _torch_int4(case: Case) -> tuple[dict, list[float]]:
-    m, k = case.rows, case.cols
-    weights = []
-    for _ in range(case.count):
-        codes = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8, device="cuda")
-        packed = torch._convert_weight_to_int4pack(codes, 8)
-        scales = torch.rand(k // 64, m, 2, device="cuda", dtype=torch.bfloat16) * 0.01
-        weights.append((packed, scales))
-    x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
-
-    def run(i: int) -> None:
-        packed, scales = weights[i % len(weights)]
-        torch._weight_int4pack_mm(x, packed, 64, scales)
-
-    return _peer(run, case)
-
-
-def _peer(run, case: Case) -> tuple[dict, list[float]]:
-    unchecked = Missing("a peer's own weights; timed only")
-    seconds = bench.graph_times(run, case.launches, case.runs)
-    made = cases.times_row(seconds) | {"error_before": unchecked, "error_after": unchecked}
-    return made, seconds
+def _peer(case: Case, library: str) -> tuple[dict, list[float]]:
+    if reason := peer_products.why_not(library, [(case.rows, case.cols)]):
+        return _absent(reason), []
+    make = peer_products.LIBRARIES[library]
+    made = [make(case.rows, case.cols, seed) for seed in range(case.count)]
+    before = peer_products.check(made[0], peer_products.column(case.cols))
+    x = peer_products.column(case.cols)
+    seconds = bench.graph_times(lambda i: made[i % case.count].run(x), case.launches, case.runs)
+    after = peer_products.check(made[0], peer_products.column(case.cols))
+    return cases.times_row(seconds) | {"error_before": before, "error_after": after}, seconds
 
 
 def _absent(reason: str) -> dict:
@@ -201,8 +171,8 @@ KERNELS = {
     "gemv, plain launch": lambda c: _ours(c, linear="gemv", pdl=False),
     "gemv, direct loads": lambda c: _ours(c, linear="gemv", gemv="direct", pdl=True),
     "mma": lambda c: _ours(c, linear="mma", pdl=True),
-    "bitsandbytes NF4": _bitsandbytes,
-    "torch int4": _torch_int4,
+    "bitsandbytes NF4": lambda c: _peer(c, "bitsandbytes NF4"),
+    "torch int4": lambda c: _peer(c, "torch int4"),
 }
 TOGGLES = {"shape": ("shapes", tuple(SHAPES)), "kernel": ("kernels", tuple(KERNELS))}
 
@@ -264,7 +234,10 @@ def claims(plate) -> list[tuple[str, bool]]:
     """What must not change between runs."""
     rows = plate.rows
     ours = [r for r in rows if r["kernel"] == OURS]
-    found = [("every checked product agrees with float64", cases.accurate(rows))]
+    peers = [r for r in rows if r["kernel"] in peer_products.LIBRARIES]  # they round to bfloat16
+    agree = cases.accurate([r for r in rows if r not in peers])
+    agree &= cases.accurate(peers, peer_products.ERROR_LIMIT)
+    found = [("every checked product agrees with float64", agree)]
     for peer, over in (("mma", 0), ("bitsandbytes NF4", 0), ("torch int4", WIDE)):
         if ratios := _ratios(rows, peer, over):
             where = "on every shape" if not over else f"where a side is over {over:,}"

@@ -39,7 +39,7 @@ PARAMS = {
     "seed": (0, "seed of the contents"),
 }
 TOGGLES = {"what": ("what", WHAT)}
-DEPENDS = ("read_rate.cu", "step.cu", "nf4.cuh", "device.cuh", "launch.h")
+DEPENDS = ("read_rate.cu", "step.cu", "choose.cuh", "nf4.cuh", "device.cuh", "ptx.cuh", "launch.h")
 DEVICE = "cuda"
 CHAIN = 256  # nodes of a chain; each needs the one before
 HIDDEN = 64  # of a node's norm: one warp, one load
@@ -122,7 +122,7 @@ def _read(pool: torch.Tensor, mb: int, runs: int) -> tuple[dict, list[float]]:
         part[: min(words, 1 << 20)].random_()
         checksum.zero_()
         read_all(part, checksum)
-        found, expected = int(checksum), _exclusive_or(part)
+        found, expected = int(checksum), exclusive_or(part)
         if found != expected:
             raise DecodeError(f"read {mb} MB: checksum is {found}, needs {expected}")
 
@@ -134,7 +134,7 @@ def _read(pool: torch.Tensor, mb: int, runs: int) -> tuple[dict, list[float]]:
     return {"kind": "read", "mb": mb}, times
 
 
-def _exclusive_or(words: torch.Tensor) -> int:
+def exclusive_or(words: torch.Tensor) -> int:
     """Exclusive or of all int32 elements, by folding halves."""
     total = 0
     while len(words) > 1:

@@ -31,7 +31,7 @@ PARAMS = {
     "new_tokens": (32, "ids generated at most"),
     "device": ("cpu", "cpu or cuda"),
 }
-DEPENDS = ("cpu/**/*",)
+DEPENDS = ("cpu/**/*", "refuse.h")
 DEVICE = "cpu"
 KEPT, NO_BIAS = "kept", "without all"
 DROPPED = {KEPT: "", "without q": "q", "without k": "k", "without v": "v", NO_BIAS: "qkv"}

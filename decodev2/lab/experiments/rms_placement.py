@@ -26,7 +26,17 @@ PARAMS = {
     "placements": ([], "alone, inside; both if left out"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = ("ladder_gemv.cu", "nf4_gemv.cu", "step.cu", "device.cuh", "nf4.cuh", "launch.h")
+DEPENDS = (
+    "ladder_gemv.cu",
+    "nf4_gemv.cu",
+    "gemv.cuh",
+    "step.cu",
+    "choose.cuh",
+    "ptx.cuh",
+    "device.cuh",
+    "nf4.cuh",
+    "launch.h",
+)
 DEVICE = "cuda"
 ROW_MAJOR, PRODUCTION = KERNELS = ("row-major", "production")
 ALONE, INSIDE = PLACEMENTS = ("alone", "inside")
@@ -195,7 +205,7 @@ def draw(plate, fig) -> None:
             ax.barh(y, r["us"], 0.72, color=colours[r["placement"]])
             ax.plot([r["product_us"]] * 2, [y - 0.45, y + 0.45], color=figure.DARK, linewidth=2.5)
             ax.annotate(
-                f"{figure.number(r['us'])} us\n{r['us'] - r['product_us']:+.1f} us",
+                f"{figure.number(r['us'])} us\n{round(r['us'] - r['product_us'], 1) + 0.0:+.1f} us",
                 (max(r["us"], r["product_us"]), y), (7, 0), textcoords="offset points",
                 va="center", fontsize=12,
             )  # fmt: skip

@@ -27,7 +27,7 @@ PARAMS = {
     "shapes": ([], "names of shapes, separated by commas; all if left out"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = ("ladder_gemv.cu", "nf4.cuh", "launch.h")
+DEPENDS = ("ladder_gemv.cu", "nf4.cuh", "ptx.cuh", "launch.h")
 DEVICE = "cuda"
 SHAPES = {
     "qkv_proj": cases.STACKED["qkv_proj"],

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from ... import gates, graph, load, native, oracle, plan, runner, state, synth, toggles
+from ... import (
+    gates,
+    graph,
+    load,
+    native,
+    oracle,
+    persistent,
+    plan,
+    runner,
+    state,
+    step,
+    synth,
+    toggles,
+)
 from ...errors import DecodeError
 from .. import bench, card, cases
 from ..plate import Measured, Missing
@@ -18,7 +32,8 @@ QUESTION = "What does each idea of the lab log buy on this card, in tokens per s
 PREDICTION = (
     "The order of the old card holds where an idea removes work (levels out of constant memory, "
     "fused launches, attention that fills the card). Where it only suited that card it may not: "
-    "with 132 multiprocessors four rows per CTA need wider matrices to fill it."
+    "with 132 multiprocessors four rows per CTA need wider matrices to fill it. One kernel for a "
+    "token has no starts of kernels left: 0.75 ms where the graph takes 1.15."
 )
 PARAMS = {
     "rungs": ([], "rungs, separated by commas; all if left out"),
@@ -35,7 +50,7 @@ DEVICE = "cuda"
 @dataclass(frozen=True)
 class Rung:
     """One step: the layout of its weights, the switches, the log's number and its old tok/s (host,
-    RTX 3080, Qwen2.5-3B) where the log has them."""
+    RTX 3080, Qwen2.5-3B) where the log has them. `in_one`: by the persistent step."""
 
     idea: str
     log: str
@@ -43,6 +58,7 @@ class Rung:
     layout: str = "rows"
     concatenated: bool = False
     old_tok_s: float | None = None
+    in_one: bool = False
 
 
 def _rows(**switches) -> dict:
@@ -86,7 +102,10 @@ RUNGS = {
                         _panels(norm="inside"), "panels"),
     "panels_pdl": Rung("programmatic launch: weights load before x is there", "",
                        _panels(norm="inside", pdl=True), "panels"),
+    "one_kernel": Rung("one kernel for a token: weights wait for nothing", "",
+                       _panels(norm="inside", pdl=True), "panels", in_one=True),
 }  # fmt: skip
+ONE = "one_kernel"
 TOGGLES = {"rung": ("rungs", tuple(RUNGS))}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 CHECKED = 16  # greedy ids of a smaller model that every rung must share with the oracle
@@ -139,11 +158,11 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
     for name in params["rungs"]:
         if name not in RUNGS:
             raise DecodeError(f"rung {name!r} is unknown; there are {', '.join(RUNGS)}")
-    names = params["rungs"] or list(RUNGS)
     spec = plan.with_max_seq(plan.named_spec(params["shape"]), params["max_seq"])
     if not 0 <= params["position"] < spec.max_seq:
         raise DecodeError(f"position is {params['position']}, needs 0 to {spec.max_seq - 1}")
     native.build_cuda()
+    names, left_out = _that_run(params["rungs"], spec)
     read_rate = card.measure_read_rate(1, "cuda")
     progress(0, len(names), "weights")
     models = _Models(spec, params["seed"])
@@ -155,15 +174,12 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         rung = RUNGS[name]
         weights = models.on_card(rung)
         with toggles.using(**rung.switches):
-            wrong = _ids_wrong(models.small, weights["small"], small)
-            replay = graph.capture(live, weights["big"]).replay
-            times = cases.step_times(live, replay, params["position"], params["runs"])
-            wrong += _ids_wrong(models.small, weights["small"], small)
+            wrong = _ids_wrong(rung, models.small, weights["small"], small)
+            times = _times(rung, weights["big"], live, params)
+            wrong += _ids_wrong(rung, models.small, weights["small"], small)
         rows.append({"rung": name} | _row(rung, weights["big"], times, wrong, read_rate["gb_s"]))
-        del replay
-    with toggles.using(**RUNGS[names[-1]].switches):  # the last rung again: the noise band
-        replay = graph.capture(live, weights["big"]).replay
-        again = cases.step_times(live, replay, params["position"], params["runs"])
+    with toggles.using(**rung.switches):  # the last rung again: the noise band
+        again = _times(rung, weights["big"], live, params)
     noise = abs(bench.stats(again).median * 1e3 / rows[-1]["ms"] - 1)
     progress(len(names), len(names), "done")
     return Measured(
@@ -177,14 +193,47 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
             f"(margin under {gates.CAPS['cuda']})",
             "old_card_tok_s: the lab log's host tok/s on an RTX 3080 with Qwen2.5-3B, max_seq 512",
             f"noise band {100 * noise:.2f} %: {names[-1]} captured and timed twice",
+            *left_out,
         ],
         figure={"kind": "own"},
     )
 
 
+def _that_run(asked: list[str], spec: plan.ArchSpec) -> tuple[list[str], list[str]]:
+    """(rungs, notes) that the card and the shape can run. Raises DecodeError where one that was
+    asked for cannot."""
+    names = asked or list(RUNGS)
+    if ONE not in names:
+        return names, []
+    reason = persistent.why_not(spec) or persistent.why_not(plan.MEDIUM_LLAMA)
+    if reason and asked:
+        raise DecodeError(f"{ONE}: no persistent step, {reason}")
+    left_out = [f"{ONE} is left out: no persistent step, {reason}"] if reason else []
+    return [name for name in names if name != ONE or not reason], left_out
+
+
+def _step(rung: Rung, live: state.DecodeState, weights: load.ModelWeights):
+    """(one greedy step of `live`, what raises if one of them failed)."""
+    if not rung.in_one:
+        return functools.partial(step.greedy_decode, live, weights), lambda: None
+    one = persistent.prepare(live, weights)
+    return tuple(functools.partial(f, one) for f in (persistent.greedy_decode, persistent.check))
+
+
+def _times(rung: Rung, weights, live: state.DecodeState, params: dict) -> list[float]:
+    take, check = _step(rung, live, weights)
+    replay = graph.capture_step(live, take).replay
+    times = cases.step_times(live, replay, params["position"], params["runs"])
+    check()
+    return times
+
+
 def claims(plate) -> list[tuple[str, bool]]:
     """What a kernel change must not change."""
     ms = {row["rung"]: row["ms"] for row in plate.rows}
+    graphs = {rung: t for rung, t in ms.items() if rung != ONE}
+    in_one = [("one kernel for a token beats every graph", ms[ONE] < min(graphs.values()))
+              ] if ONE in ms and graphs else []  # fmt: skip
 
     def faster(a: str, b: str) -> bool:
         return a in ms and b in ms and ms[a] < ms[b]
@@ -196,7 +245,9 @@ def claims(plate) -> list[tuple[str, bool]]:
         ("flash-decode beats one warp per head", faster("flash", "one_warp")),
         ("panels beat every row-major rung", all(
             faster("panels", name) for name in ms if RUNGS[name].layout == "rows")),
-        ("programmatic launch is the fastest rung", min(ms, key=ms.get) == "panels_pdl"),
+        (f"programmatic launch is the fastest {'graph' if in_one else 'rung'}",
+         bool(graphs) and min(graphs, key=graphs.get) == "panels_pdl"),
+        *in_one,
     ]  # fmt: skip
 
 
@@ -205,7 +256,8 @@ def draw(plate, fig) -> None:
     ax = fig.subplots()
     top = max(row["tok_s"] for row in plate.rows)
     for y, row in enumerate(plate.rows):
-        colour = "#0072B2" if RUNGS[row["rung"]].layout == "rows" else "#009E73"
+        rung = RUNGS[row["rung"]]
+        colour = "#0072B2" if rung.layout == "rows" else "#CC79A7" if rung.in_one else "#009E73"
         ax.barh(y, row["tok_s"], 0.7, color=colour)
         text = f"{row['tok_s']:,.0f}"
         if row["old_card_tok_s"] is not None:
@@ -218,16 +270,19 @@ def draw(plate, fig) -> None:
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xlim(0, 1.3 * top)
     ax.set_xlabel(f"greedy tokens per second at position {plate.params['position']}")
+    in_one = any(RUNGS[row["rung"]].in_one for row in plate.rows)
     ax.annotate(
-        "blue: row-major weights\ngreen: panels\ndiamonds: RTX 3080, host\n[n]: number in the log",
+        f"blue: row-major weights\ngreen: panels{', pink: in one kernel' * in_one}\n"
+        "diamonds: RTX 3080, host\n[n]: number in the log",
         (1, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=11, color="#444444",
     )  # fmt: skip
 
 
-def _ids_wrong(model, weights, live) -> int:
+def _ids_wrong(rung: Rung, model, weights, live: state.DecodeState) -> int:
     """Greedy ids that are not the oracle's choice. Where the first such id is a near tie (a margin
     that the rounding of half inputs and bf16 keys explains), the comparison ends there."""
-    found = runner.generate(live, weights, PROMPT[:4], CHECKED, chunk=1).ids
+    take, check = _step(rung, live, weights)
+    found = runner.generate(live, weights, PROMPT[:4], CHECKED, chunk=1, step=take, check=check).ids
     logits = oracle.step_logits(model, PROMPT[:4] + found[:-1])[3:]
     parting = oracle.first_parting(logits, found)
     if parting is None or parting.margin < gates.CAPS["cuda"]:
@@ -274,6 +329,7 @@ def _verdict(rows: list[dict], noise: float) -> str:
         ("lut_pair", "rows_by_size", "pair table against 16 levels"),
         ("panels", "rows_by_size", "panels and ring against rows"),
         ("panels_pdl", "panels_norm", "programmatic launch against plain"),
+        (ONE, "panels_pdl", "one kernel for a token against a graph"),
     ):
         if newer in ms and older in ms:
             word = bench.compare(ms[older], ms[newer], noise)

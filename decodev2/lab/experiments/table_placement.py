@@ -25,7 +25,15 @@ PARAMS = {
     "shapes": ([], "names of shapes, separated by commas; all if left out"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = ("ladder_gemv.cu", "nf4_gemv.cu", "nf4.cuh", "launch.h")
+DEPENDS = (
+    "ladder_gemv.cu",
+    "nf4_gemv.cu",
+    "gemv.cuh",
+    "device.cuh",
+    "nf4.cuh",
+    "ptx.cuh",
+    "launch.h",
+)
 DEVICE = "cuda"
 SHAPES = {
     "lm_head": cases.SHAPES["lm_head"],
