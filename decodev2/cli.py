@@ -348,7 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--stale", action="store_true", help="with --all: only plates made by other kernels"
     )
-    sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
+    sub.add_argument(
+        "-p", "--param", action="append", default=[], metavar="KEY=VALUE", help="repeatable"
+    )
     sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     _runs_argument(sub)
     sub = command(

@@ -160,6 +160,8 @@ def _loaded(
             if step == "persistent":
                 session.persistent, session.graph = _persistent_or_none(state, weights)
             session.graph = session.graph or capture_or_none(state, weights)
+        elif step == "persistent":
+            print("decodev2: no persistent step on the CPU; stepping by its ops", file=sys.stderr)
         session.warmup_s = time.perf_counter() - loaded
     return session
 

@@ -58,6 +58,14 @@ MS_COLUMNS = [
     {"name": "ms_worst", "unit": "ms"},
     {"name": "runs", "unit": "runs"},
 ]
+US_COLUMNS = [
+    {"name": "us", "unit": "us"},
+    {"name": "us_best", "unit": "us"},
+    {"name": "us_worst", "unit": "us"},
+    {"name": "runs", "unit": "runs"},
+]
+# What a product by the GEMV is made of, for DEPENDS.
+GEMV_SOURCES = ("nf4_gemv.cu", "gemv.cuh", "device.cuh", "nf4.cuh", "ptx.cuh", "launch.h")
 COMMON_PARAMS = {
     "cold_mb": (400, "megabytes of weights in rotation, several times the L2"),
     "runs": (9, "timed replays of each graph"),

@@ -7,37 +7,23 @@ threads may run. Nothing here says how fast it is.
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 
-from decodev2 import linear, native, nf4, panels
+from decodev2 import linear, nf4, panels
 
-HERE = Path(__file__).resolve().parent / "emulator"
 PLAIN, SWIGLU, HEAD = 0, 1, 2
 RINGS = [name for name in linear.GEMV_VARIANTS if name.startswith("ring")]
 
-if platform.machine() not in ("x86_64", "AMD64"):
-    pytest.skip("the emulator switches fibers on x86-64 only", allow_module_level=True)
-if not shutil.which("c++"):
-    pytest.skip("no C++ compiler (c++)", allow_module_level=True)
+emulation.skip_without_it(allow_module_level=True)
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory) -> ctypes.CDLL:
     """csrc/nf4_gemv.cu and the emulator as a shared library."""
-    path = tmp_path_factory.mktemp("emulator") / "gemv.so"
-    command = [
-        "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DDECODEV2_EMULATED", f"-I{HERE}",
-        f"-I{native.csrc_folder()}", "-Wno-unknown-pragmas", "-Wno-attributes",
-        str(HERE / "gemv.cpp"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
-    found = ctypes.CDLL(str(path))
+    found = emulation.build(tmp_path_factory, "gemv")
     found.gemv.restype = ctypes.c_char_p
     return found
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import platform
-import shutil
-import subprocess
 import types
-from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 import torch
@@ -20,7 +17,6 @@ from decodev2.errors import DecodeError
 from decodev2.lab import bench, cases, figure, plate
 from decodev2.lab.experiments import handoff
 
-HERE = Path(__file__).resolve().parent / "emulator"
 APART = 32
 WAYS = {way: value for way, value in handoff.WAYS.items() if way != handoff.NODE}
 needs_hopper = pytest.mark.skipif(
@@ -35,18 +31,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def hand_off(tmp_path_factory):
     """`hand_off` of emulator/handoff.cpp: csrc/handoff.cu on the CPU, fiber by fiber."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("the emulator switches fibers on x86-64 only")
-    if not shutil.which("c++"):
-        pytest.skip("no C++ compiler (c++)")
-    path = tmp_path_factory.mktemp("emulator") / "handoff.so"
-    command = [
-        "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DDECODEV2_EMULATED", f"-I{HERE}",
-        f"-I{native.csrc_folder()}", "-Wno-unknown-pragmas", "-Wno-attributes",
-        str(HERE / "handoff.cpp"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
-    function = ctypes.CDLL(str(path)).hand_off
+    function = emulation.build(tmp_path_factory, "handoff").hand_off
     function.restype = ctypes.c_char_p
     return function
 

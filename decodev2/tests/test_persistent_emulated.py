@@ -7,17 +7,14 @@ order in which threads may run. Nothing here says how fast it is.
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 import torch
 
-from decodev2 import gates, native, oracle, panels
+from decodev2 import gates, oracle, panels
 from decodev2.lab.experiments import sanitizer
 from decodev2.load import load_weights
 from decodev2.nf4 import Packed
@@ -28,14 +25,10 @@ from decodev2.state import allocate_state, load_token
 from decodev2.step import forward_decode
 from decodev2.synth import SynthModel, build
 
-HERE = Path(__file__).resolve().parent / "emulator"
 CAP = 0.05
 PATIENCE = 1 << 60
 
-if platform.machine() not in ("x86_64", "AMD64"):
-    pytest.skip("the emulator switches fibers on x86-64 only", allow_module_level=True)
-if not shutil.which("c++"):
-    pytest.skip("no C++ compiler (c++)", allow_module_level=True)
+emulation.skip_without_it(allow_module_level=True)
 
 
 def shape(name: str, **changes) -> ArchSpec:
@@ -72,14 +65,7 @@ def watched(tmp_path_factory) -> ctypes.CDLL:
 
 
 def compiled(tmp_path_factory, *flags: str) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("emulator") / "step.so"
-    command = [
-        "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DDECODEV2_EMULATED", *flags, f"-I{HERE}",
-        f"-I{native.csrc_folder()}", "-Wno-unknown-pragmas", "-Wno-attributes",
-        str(HERE / "step.cpp"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
-    found = ctypes.CDLL(str(path))
+    found = emulation.build(tmp_path_factory, "step", *flags)
     found.plan.restype = found.step.restype = ctypes.c_char_p
     found.clock_now.restype = ctypes.c_longlong
     return found

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import platform
-import shutil
-import subprocess
 import types
-from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 import torch
@@ -24,7 +21,6 @@ from decodev2.linear import shared_tiles
 from decodev2.nf4 import decode_nf4
 from decodev2.synth import random_matrix
 
-HERE = Path(__file__).resolve().parent / "emulator"
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9,
     reason="no CUDA device of sm_90 or newer",
@@ -96,18 +92,7 @@ def test_halves_that_are_tame_are_below_two():
 @pytest.fixture(scope="session")
 def ring(tmp_path_factory):
     """`ring` of emulator/ring.cpp: csrc/ring_ablations.cu on the CPU, fiber by fiber."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("the emulator switches fibers on x86-64 only")
-    if not shutil.which("c++"):
-        pytest.skip("no C++ compiler (c++)")
-    path = tmp_path_factory.mktemp("emulator") / "ring.so"
-    command = [
-        "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DDECODEV2_EMULATED", f"-I{HERE}",
-        f"-I{native.csrc_folder()}", "-Wno-unknown-pragmas", "-Wno-attributes",
-        str(HERE / "ring.cpp"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
-    function = ctypes.CDLL(str(path)).ring
+    function = emulation.build(tmp_path_factory, "ring").ring
     function.restype = ctypes.c_char_p
     return function
 

@@ -368,6 +368,7 @@ def test_a_step_that_does_not_exist_is_named(random_model):
 def test_on_the_cpu_there_is_one_step(random_model, capsys):
     opened = open_session(random_model, step="persistent")
     assert opened.graph is None and opened.persistent is None
+    assert "no persistent step on the CPU; stepping by its ops" in capsys.readouterr().err
     opened.close()
 
 

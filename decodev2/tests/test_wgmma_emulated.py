@@ -6,29 +6,22 @@ order in which threads may run. Nothing here says how fast it is.
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 
-from decodev2 import native, panels
+from decodev2 import panels
 from decodev2.lab.experiments import sanitizer
 from decodev2.nf4 import Packed, decode_nf4
 from decodev2.synth import random_matrix
 
-HERE = Path(__file__).resolve().parent / "emulator"
 TOLERANCE = 1e-3  # x, and level times scale, are rounded to half
 PLAIN, SWIGLU = 0, 1
 CHOSEN = 0  # the kernel's own choice of columns or splits
 ACT_SCALE = 1 / 16  # kActScale of csrc/launch.h
 
-if platform.machine() not in ("x86_64", "AMD64"):
-    pytest.skip("the emulator switches fibers on x86-64 only", allow_module_level=True)
-if not shutil.which("c++"):
-    pytest.skip("no C++ compiler (c++)", allow_module_level=True)
+emulation.skip_without_it(allow_module_level=True)
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +31,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
 
 
 def compiled(tmp_path_factory, *flags: str) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("emulator") / "wgmma.so"
-    command = [
-        "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DDECODEV2_EMULATED", *flags, f"-I{HERE}",
-        f"-I{native.csrc_folder()}", "-Wno-unknown-pragmas", "-Wno-attributes",
-        str(HERE / "wgmma.cpp"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=300)
-    found = ctypes.CDLL(str(path))
+    found = emulation.build(tmp_path_factory, "wgmma", *flags)
     found.columns_bytes.restype = ctypes.c_int64
     return found
 

@@ -27,15 +27,7 @@ PARAMS = {
     "model": ("qwen2.5-3b", "a named shape, see decodev2/plan.py"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = (
-    "ladder_gemv.cu",
-    "nf4_gemv.cu",
-    "gemv.cuh",
-    "device.cuh",
-    "nf4.cuh",
-    "ptx.cuh",
-    "launch.h",
-)
+DEPENDS = ("ladder_gemv.cu", *cases.GEMV_SOURCES)
 DEVICE = "cuda"
 OPS = ("qkv", "gate_up")
 PRODUCTION = "production"  # one launch of the step's GEMV, over its one copy of the weights

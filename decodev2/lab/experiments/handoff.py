@@ -61,10 +61,7 @@ COLUMNS = [
     {"name": "cycles", "unit": "cycles"},
     {"name": "cycles_least", "unit": "cycles"},
     {"name": "cycles_most", "unit": "cycles"},
-    {"name": "us", "unit": "us"},
-    {"name": "us_best", "unit": "us"},
-    {"name": "us_worst", "unit": "us"},
-    {"name": "runs", "unit": "runs"},
+    *cases.US_COLUMNS,
 ]
 
 

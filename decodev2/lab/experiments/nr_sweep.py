@@ -27,15 +27,7 @@ PARAMS = {
     "tables": (["lut_shared"], "where the levels live, see decodev2/ladder.py"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = (
-    "ladder_gemv.cu",
-    "nf4_gemv.cu",
-    "gemv.cuh",
-    "device.cuh",
-    "nf4.cuh",
-    "ptx.cuh",
-    "launch.h",
-)
+DEPENDS = ("ladder_gemv.cu", *cases.GEMV_SOURCES)
 DEVICE = "cuda"
 NR = tuple(map(str, ladder.ROWS_SHARING_X))
 TOGGLES = {

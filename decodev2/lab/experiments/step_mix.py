@@ -46,10 +46,7 @@ OLD_PARTS = {"swiglu": 26, "attention": 18, "project down": 16, "head": 5}  # % 
 COLUMNS = [
     {"name": "position", "unit": "tokens"},
     {"name": "op", "unit": ""},
-    {"name": "us", "unit": "us"},
-    {"name": "us_best", "unit": "us"},
-    {"name": "us_worst", "unit": "us"},
-    {"name": "runs", "unit": "runs"},
+    *cases.US_COLUMNS,
     {"name": "times", "unit": "1"},
     {"name": "total_us", "unit": "us"},
     {"name": "part", "unit": "%"},

@@ -25,15 +25,7 @@ PARAMS = {
     "shapes": ([], "names of shapes, separated by commas; all if left out"),
     **cases.COMMON_PARAMS,
 }
-DEPENDS = (
-    "ladder_gemv.cu",
-    "nf4_gemv.cu",
-    "gemv.cuh",
-    "device.cuh",
-    "nf4.cuh",
-    "ptx.cuh",
-    "launch.h",
-)
+DEPENDS = ("ladder_gemv.cu", *cases.GEMV_SOURCES)
 DEVICE = "cuda"
 SHAPES = {
     "lm_head": cases.SHAPES["lm_head"],
