@@ -106,7 +106,7 @@ cudaError_t dispatch(const GemvArguments& a, const GemvPlan& plan, cudaStream_t 
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability) {
   if (compute_capability < 90) return GemvVariant::kDirect;
   const int panels = (groups + kPanelBlocks - 1) / kPanelBlocks;
-  if (Ring<8, 2>::bytes(panels) <= 113 * 1024 && tiles < 4096) return GemvVariant::kRing8x2;
+  if (Ring<8, 2>::bytes(panels) <= 113 * 1024) return GemvVariant::kRing8x2;
   if (Ring<16, 4>::bytes(panels) <= 227 * 1024) return GemvVariant::kRing16x4;
   if (Ring<16, 3>::bytes(panels) <= 227 * 1024) return GemvVariant::kRing16x3;
   return GemvVariant::kDirect;

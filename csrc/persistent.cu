@@ -4,13 +4,14 @@
 // Computes  what step.forward and ops.head compute for one column (ops.py), on panel weights:
 //             qkv = W rms(x) + b | attention | x += O attn | act = silu(G rms(x)) * (U rms(x)) | x += D act
 // Owns      Of each matrix a CTA owns an equal range of panels; of o, gate/up, down and the head whole tiles, of qkv
-//           too where that is as fast. They come through a ring, all layers one after another: the last warp that has
-//           read a slot asks for what comes into it next, so the stream waits for no activation. A warp takes a panel
-//           at a time, the next one's codes already in its registers.
+//           too where that is as fast. Who has a tile of down less has more of gate/up. They come through a ring, all
+//           layers one after another: the last warp that has read a slot asks for what comes into it next, so the stream
+//           waits for no activation. A warp takes a panel at a time, whose codes are in its registers before x is there.
 //           The residual stream: 16 rows of it belong to the CTA that has their tile of o and down. It adds the sums
 //           and hands on x = residual * norm weight * a guess at 1 / rms; the norm's own factor comes to the sums of the
 //           product.
-//           CTA n_kv * chunk + j attends with the query heads of KV head j over one chunk of the live prefix.
+//           CTA n_kv * chunk + j from the last one attends with the query heads of KV head j over one chunk of the
+//           live prefix: the last ones may have no tile of o.
 // Grid      one CTA of 512 threads per multiprocessor, cooperative launch
 // Shared    64 KB pair table, its holes holding x as half | partial sums or attention scratch | residual | who does
 //           what | ring
@@ -66,20 +67,17 @@ __device__ __forceinline__ void ask_for(const PersistentArguments& a, uint32_t z
   const uint8_t* matrix = a.head;
   if (asked.matrix < 4) matrix = at<const PersistentLayer>(a.layers_at, zero)[layer].matrices[asked.matrix];
   const uint32_t full = shared_address(at<uint8_t>(a.full_at, zero)) + slot * 8, bytes = asked.size * 16u;
+  const uint32_t to = shared_address(at<uint8_t>(a.ring_at, zero)) + slot * kStageBytes, first = asked.first * 16u;
   barrier_expect(full, bytes);
-  bulk_copy(shared_address(at<uint8_t>(a.ring_at, zero)) + slot * kStageBytes, matrix + asked.offset * int64_t{16}, bytes,
-            full, evict_first_policy());
+  bulk_copy(to, matrix + asked.offset * int64_t{16}, first, full, evict_first_policy());
+  if (first < bytes)
+    bulk_copy(to + first, matrix + asked.offset_2 * int64_t{16}, bytes - first, full, evict_first_policy());
 }
 
 // ---- products ------------------------------------------------------------------------------------------
 
-// Byte offset of half2 `pair` (k = 2 pair) of x from the table: block b lies in the hole of table row b, its two
-// halves swapped where b is odd, so that the four blocks of a panel meet in no bank.
-__device__ __forceinline__ uint32_t x_offset(int pair) {
-  const int block = pair >> 5, m = pair >> 3 & 3, h = pair >> 2 & 1, t = pair & 3;
-  return block * 256 + 128 + ((m >> 1) ^ (block & 1)) * 64 + t * 16 + (m & 1) * 8 + h * 4;
-}
-
+// x of a panel's blocks as the columns of an MMA. Block b of x lies in the hole of table row b, its two halves swapped
+// where b is odd, so that the four blocks of a panel meet in no bank.
 __device__ __forceinline__ void load_x(uint4* x, uint32_t table, int panel, int lane) {
   if (lane < 16) {
     const int block = lane >> 2;
@@ -101,14 +99,16 @@ __device__ __forceinline__ uint32_t narrow_scales(uint32_t scales, int row, int 
   return first | second << 16;
 }
 
-// A lane's codes and scales of panel `panel` of a tile that ends with a narrow one; it is the slot's panel `in_stage`.
+// A lane's codes and scales of panel `panel` of a tile that ends with a narrow one; it is the slot's panel `in_stage`, the
+// one before it that ends a tile lies `behind` + 1 panels before it, and one more every `period` panels.
 __device__ __forceinline__ void load_narrow(uint4* block, uint32_t& scale_lo, uint32_t& scale_hi, uint32_t base,
-                                            int panel, int width, int narrower, int in_stage, int lane) {
+                                            const PersistentMatrix& m, int panel, int behind, int period, int in_stage,
+                                            int lane) {
   const int g = lane >> 2, t = lane & 1;
   base += in_stage * kPanelBytes;
 #pragma unroll 1
-  for (int p = panel; p < in_stage; p += width) base -= narrower;  // a tile's end lies before it in the slot
-  const int blocks = panel == width - 1 ? kPanelBlocks - narrower / kBlockBytes : kPanelBlocks;
+  for (int p = behind; p < in_stage; p += period) base -= m.narrower;  // a tile's end lies before it in the slot
+  const int blocks = panel == m.panels - 1 ? kPanelBlocks - m.narrower / kBlockBytes : kPanelBlocks;
 #pragma unroll
   for (int b = 0; b < kPanelBlocks; ++b) block[b] = load_shared_16(base + b * kBlockCodes + lane * 16);
   scale_lo = narrow_scales(base + blocks * kBlockCodes, g, blocks, t);  // behind the last block x and the scales are 0
@@ -150,10 +150,10 @@ __device__ __forceinline__ void multiply_codes(float* c, const uint4& block, con
   }
 }
 
-// Sums of batches of tiles: two buffers [tiles][list.slots][16], taken in turn, so that the warps may be in the next
+// Sums of batches of tiles: two buffers [tiles][slots][16], taken in turn, so that the warps may be in the next
 // batch while some of them add the sums of this one.
-__device__ __forceinline__ float* buffer_of(int turn, uint32_t zero) {
-  return at<float>(kTableBytes + (turn & 1) * kBufferBytes, zero);
+__device__ __forceinline__ float* buffer_of(const PersistentArguments& a, int turn, uint32_t zero) {
+  return at<float>(kTableBytes + (turn & 1) * a.buffer_bytes, zero);
 }
 
 // Barriers of the two buffers: all warps' sums are there; all are read.
@@ -172,6 +172,11 @@ __device__ __forceinline__ void arrive_at(const PersistentArguments& a, int what
   if (lane < kArrivals) barrier_arrive(sums_barrier(a, what, turn, zero));
 }
 
+template <int kWhich>
+__device__ __forceinline__ const PersistentMatrix& matrix_for(const PersistentArguments& a) {
+  return kWhich == kQkv ? a.qkv : kWhich == kO ? a.o : kWhich == kDown ? a.down : kWhich == kHead ? a.head_matrix : a.gate_up;
+}
+
 // x of these products comes as words of a hand-off, in fragment order; of the others it is in the holes.
 template <int kWhich>
 constexpr bool kDirect = kWhich == kQkv || kWhich == kO || kWhich == kDown;
@@ -180,8 +185,7 @@ constexpr bool kDirect = kWhich == kQkv || kWhich == kO || kWhich == kDown;
 template <int kWhich>
 __device__ __forceinline__ uint4 look_at(const PersistentArguments& a, int panel, uint32_t tag, int lane) {
   const int block = panel * kPanelBlocks + (lane >> 2 & 3);
-  if (block >= (kWhich == kQkv ? a.qkv.groups : kWhich == kO ? a.o.groups : a.down.groups))
-    return make_uint4(tag, tag, tag, tag);  // x is 0 there
+  if (block >= matrix_for<kWhich>(a).groups) return make_uint4(tag, tag, tag, tag);  // x is 0 there
   return load_words((kWhich == kQkv ? a.x[0] : kWhich == kO ? a.attended : a.act) + block * 32 + (lane >> 4) * 16 +
                     (lane & 3) * 4);
 }
@@ -190,21 +194,26 @@ __device__ __forceinline__ uint4 look_at(const PersistentArguments& a, int panel
 // first panel's codes, and some of their levels, in registers before `enter`, which waits for x where x goes to the
 // holes; x of a hand-off is waited for by every warp for itself, and asked for a panel ahead. The last warp that has
 // read a slot asks for what comes into it next; `stage` is the batch's first one, counted from that of `layer`.
-template <int kWhich, typename Enter, typename There>
+template <int kWhich, bool kNarrow, typename Enter, typename There>
 __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t zero, const List& list,
                                          const Batch& batch, Cursor cursor, int layer, int stage, uint32_t tag, int turn,
                                          int turned, int lane, Enter enter, There x_is_there) {
-  const int count = batch.count, visited = stages_of(count) * kStagePanels, width = list.width;
-  const int g = lane >> 2, t = lane & 3, narrower = list.narrower;
+  const PersistentMatrix& m = matrix_for<kWhich>(a);
+  const int count = batch.count, visited = stages_of(count) * kStagePanels;  // a stage's eight warps all come by
+  const int g = lane >> 2, t = lane & 3;
   const uint32_t lane4 = opaque(lane * 4);
   const uint32_t table = shared_address(at<uint8_t>(0, zero)), ring = shared_address(at<uint8_t>(a.ring_at, zero));
   const uint32_t full = shared_address(at<uint8_t>(a.full_at, zero)), read = shared_address(at<uint8_t>(a.read_at, zero));
   const uint32_t my_codes = opaque((turned & 7) * kPanelBytes + lane * 16);
   const uint32_t my_scales = opaque((turned & 7) * kPanelBytes + kPanelBlocks * kBlockCodes + g * 8 + (t & 1) * 4);
-  const int tile = static_cast<int>((batch.panel + turned + 0.5f) * list.per_width);
-  int panel = batch.panel + turned - tile * width;
-  float* to = buffer_of(turn, zero) + (tile * list.slots + (turned & (list.slots - 1))) * kTileRows + g;
-  stage += a.slots + (turned >> 3);
+  const bool parts = kWhich == kDown && list.early;
+  const auto spot_at = [&](int index) { return parts ? spot_in_parts(a, list, index) : spot_of(m, batch, index); };
+  const auto sums_at = [&](int tile) {
+    return buffer_of(a, turn, zero) + (tile * m.slots + (turned & (m.slots - 1))) * kTileRows + g;
+  };
+  const Spot first = spot_at(turned);
+  int panel = first.panel;
+  float* to = sums_at(first.tile);
   cursor.slot += turned >> 3;
   if (cursor.slot == a.slots) cursor.slot = 0, cursor.parity ^= 1u;
 
@@ -215,22 +224,23 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
   for (int index = turned;; index += kWarps) {
     uint4 block[kPanelBlocks];
     uint32_t scale_lo, scale_hi, level[kEarlyBlocks][16];
-    const bool visits = index < visited;  // the eight warps of a stage all come by
+    const bool visits = index < visited;
     if (visits) barrier_wait(full + cursor.slot * 8, cursor.parity);
     // A warp that takes no panel loads what lies there: registers that only some paths fill would be taken everywhere.
     // Some of it may be on its way; nobody uses it, but racecheck would tell of it.
-    const uint32_t base = ring + cursor.slot * kStageBytes;
+    const uint32_t from = ring + cursor.slot * kStageBytes;
     if (kArrivals > 1 && !visits) {
 #pragma unroll
       for (int b = 0; b < kPanelBlocks; ++b) block[b] = make_uint4(0, 0, 0, 0);
       scale_lo = scale_hi = 0;
-    } else if (narrower) {
-      load_narrow(block, scale_lo, scale_hi, base, panel, width, narrower, turned & 7, lane);
+    } else if constexpr (kNarrow) {
+      const int behind = parts ? (index < list.early ? kStagePanels : panel - (m.panels - a.late_panels)) : panel;
+      load_narrow(block, scale_lo, scale_hi, from, m, panel, behind, parts ? a.late_panels : m.panels, turned & 7, lane);
     } else {
 #pragma unroll
-      for (int b = 0; b < kPanelBlocks; ++b) block[b] = load_shared_16(base + my_codes + b * kBlockCodes);
-      scale_lo = load_shared_4(base + my_scales);
-      scale_hi = load_shared_4(base + my_scales + 64);
+      for (int b = 0; b < kPanelBlocks; ++b) block[b] = load_shared_16(from + my_codes + b * kBlockCodes);
+      scale_lo = load_shared_4(from + my_scales);
+      scale_hi = load_shared_4(from + my_scales + 64);
     }
     // What was read is in registers: the slot must not be refilled under a load that is still on its way. So the counter
     // waits for what was loaded; only its last three bits count, and they grow by 1 either way.
@@ -244,16 +254,21 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     for (int b = 0; b < kEarlyBlocks; ++b) look_up_block(level[b], block[b], table, lane4);
     if (lane == 0 && visits && (read_before & (kStagePanels - 1)) == kStagePanels - 1) {
       if (kArrivals > 1) barrier_wait(seen_barrier(a, cursor.slot, zero), cursor.parity);
-      ask_for(a, zero, layer, stage, cursor.slot);
+      ask_for(a, zero, layer, stage + a.slots + (index >> 3), cursor.slot);
     }
-    stage += 2;
     cursor.slot += 2;
     if (cursor.slot >= a.slots) cursor.slot -= a.slots, cursor.parity ^= 1u;
     const int here = panel;
     float* const here_to = to;
-    panel += list.next_panel;
-    to += list.next_sums;
-    if (panel >= width) panel -= width, to += list.slots * kTileRows;
+    if (parts) {
+      const Spot next = spot_at(index + kWarps);
+      panel = next.panel;
+      to = sums_at(next.tile);
+    } else {
+      panel += m.next_panel;
+      to += m.next_sums;
+      if (panel >= m.panels) panel -= m.panels, to += m.slots * kTileRows;
+    }
     if (index == turned) enter();
     if (index >= count) {
       x_is_there();
@@ -293,13 +308,25 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
   }
 }
 
-// Sum of row lane & 15 over panels [begin, end) of the batch, which are of one tile, in every lane.
-__device__ __forceinline__ float add_warps(const float* tile, int slots, int begin, int end, int lane) {
-  float sum = 0.0f;
-  const int count = min(end - begin, slots), first = begin + (lane >> 4);
+// Which sums of a tile there are when its panels are number [begin, end) of the batch: bit i is slot 2 i + lane / 16.
+__device__ __forceinline__ uint32_t sums_there(int begin, int end, int slots, int lane) {
+  uint32_t there = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps / 2; ++i) {
+    const int slot = 2 * i + (lane >> 4);
+    if (slot < slots && ((slot - begin) & (slots - 1)) < end - begin) there |= 1u << i;
+  }
+  return there;
+}
+
+// Their sum for row lane & 15, in every lane. The loads wait for nothing between them.
+__device__ __forceinline__ float add_warps(const float* tile, uint32_t there, bool all_slots, int lane) {
+  float part[kWarps / 2] = {}, sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps / 2; ++i)
-    if (2 * i + (lane >> 4) < count) sum += tile[((first + 2 * i) & (slots - 1)) * kTileRows + (lane & 15)];
+    if (i < kWarps / 4 || all_slots) part[i] = tile[2 * i * kTileRows + lane];
+#pragma unroll
+  for (int i = 0; i < kWarps / 2; ++i) sum += there >> i & 1 ? part[i] : 0.0f;
   return sum + __shfl_xor_sync(~0u, sum, 16);
 }
 
@@ -326,14 +353,18 @@ __device__ __forceinline__ float& factor_of(const PersistentArguments& a, int no
   return at<float>(a.factors_at, zero)[norm];
 }
 
-// A tile of the residual to its readers: x for `norm`, and its sum of squares. The guess keeps x in the range of half,
-// and the products can begin before the sum of squares is known. Lanes below 16 have a row each.
-__device__ __forceinline__ void publish_x(const PersistentArguments& a, int norm, int tile, float row, float weight,
-                                          float guess, uint32_t tag, int lane) {
-  const float x = row * weight * guess, next = __shfl_down_sync(~0u, x, 1);
+// Where row lane & 15 of a tile and its neighbour lie in x.
+__device__ __forceinline__ uint32_t* x_word(const PersistentArguments& a, int norm, int tile, int lane) {
+  return a.x[norm] + word_of(tile * (kTileRows / 2) + (lane & 15) / 2);
+}
+
+// A tile of the residual to its readers: x for `norm`, to this lane's word, and its sum of squares. The guess keeps x in
+// the range of half, and the products can begin before the sum of squares is known. Lanes below 16 have a row each.
+__device__ __forceinline__ void publish_x(const PersistentArguments& a, uint32_t* word, int norm, int tile, float row,
+                                          float weight, float guess, uint32_t tag, int lane) {
+  const float x = row * (weight * guess), next = __shfl_down_sync(~0u, x, 1);
   float square = lane < kTileRows ? row * row : 0.0f;
-  if (lane < kTileRows && (lane & 1) == 0)
-    store_word(a.x[norm] + word_of(tile * (kTileRows / 2) + lane / 2), tagged(word_of_half2(to_half2(x, next)), tag));
+  if (lane < kTileRows && (lane & 1) == 0) store_word(word, tagged(word_of_half2(to_half2(x, next)), tag));
   for (int o = kTileRows / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
   if (lane == 0) store_word(a.squares[norm] + tile, tagged(square, tag));
 }
@@ -381,16 +412,16 @@ __device__ __forceinline__ void stage_x(const PersistentArguments& a, uint32_t z
 
 // ---- act -----------------------------------------------------------------------------------------------
 
-// Four half2 words of the eight units of a gate/up tile, in fragment order.
-__device__ __forceinline__ void publish_act(const PersistentArguments& a, int tile, float sum, uint32_t tag, int lane) {
+// The eight units of a gate/up tile as four half2 words, each to its place, which the first of its two lanes has.
+__device__ __forceinline__ void publish_act(const PersistentArguments& a, uint32_t* word, int tile, float sum, uint32_t tag,
+                                            int lane) {
   const float up = __shfl_down_sync(~0u, sum, 8);
   const float act = __fdividef(sum, 1.0f + __expf(-sum)) * up * kActScale;
   const float next = __shfl_down_sync(~0u, act, 1);
   if (lane < 8 && (lane & 1) == 0) {
-    const int pair = tile * 4 + lane / 2;
     const half2 both = __floats2half2_rn(8 * tile + lane < a.intermediate ? act : 0.0f,
                                          8 * tile + lane + 1 < a.intermediate ? next : 0.0f);
-    store_word(a.act + word_of(pair), tagged(*reinterpret_cast<const uint32_t*>(&both), tag));
+    store_word(word, tagged(*reinterpret_cast<const uint32_t*>(&both), tag));
   }
 }
 
@@ -410,82 +441,102 @@ __device__ __forceinline__ uint32_t x_tag_of(const PersistentArguments& a, int l
   return (at<const Token>(a.token_at, zero)->x_parity + layer) & 1u;
 }
 
-// A list of panels, from x to what is handed on. `enter` as in multiply, once; `stamp_product` for the time line; x_tag
-// is that of the words of x.
-template <int kWhich, typename Enter, typename Stamp>
-__device__ __forceinline__ void product(const PersistentArguments& a, uint32_t zero, Place& place, uint32_t tag,
-                                        uint32_t x_tag, int warp, int lane, Enter enter, Stamp stamp_product) {
-  const List& list = at<const Shares>(a.shares_at, zero)->lists[kWhich];
+// The sums of tile v of a batch to whoever waits for them; one warp calls it. Whatever can be known before all sums are in
+// the buffer is, and `opaque` keeps the compiler from finding it out later: everybody waits for the rest.
+template <int kWhich>
+__device__ __forceinline__ void finish_tile(const PersistentArguments& a, uint32_t zero, int layer, int turn,
+                                            const List& list, const Batch& batch, int v, int lane) {
+  const PersistentMatrix& m = matrix_for<kWhich>(a);
+  const int tile = batch.tile + v, row = tile * kTileRows + (lane & 15);
+  const int begin = v * m.panels - batch.panel;
+  uint32_t there = opaque(sums_there(max(begin, 0), min(begin + m.panels, batch.count), m.slots, lane));
+  const bool all_slots = m.slots > kWarps / 2;
+  const float* const sums = buffer_of(a, turn, zero) + v * m.slots * kTileRows;
+  const float* const factors = &factor_of(a, 0, zero);
+  const uint32_t tag = tag_of(a, layer, zero);
+  if constexpr (kWhich == kO || kWhich == kDown) {
+    constexpr int kNext = kWhich == kO ? kMlpNorm : kAttentionNorm;
+    float* const residual = at<float>(a.residual_at, zero) + (tile - list.tile) * kTileRows + (lane & 15);
+    uint32_t* const word = x_word(a, kNext, tile, lane);
+    const uint32_t next_tag = kWhich == kO ? tag : x_tag_of(a, layer + 1, zero);
+    const PersistentLayer* const layers = at<const PersistentLayer>(a.layers_at, zero);
+    const float* norm = layers[layer].mlp_norm;
+    if (kWhich == kDown) norm = layer + 1 == a.n_layers ? a.norm : layers[layer + 1].attn_norm;
+    const float weight = norm[row];
+    uint32_t late_there = 0;
+    const bool parts = kWhich == kDown && list.early;
+    if (parts) {
+      const int early = a.down.panels - a.late_panels, late = list.early + v * a.late_panels;
+      there = opaque(sums_there(v * early, (v + 1) * early, kWarps, lane));
+      late_there = opaque(sums_there(late, late + a.late_panels, kWarps, lane));
+    }
+    wait_for(a, kSummed, turn, zero);
+    const float before = *residual, guess = factors[1 - kNext];
+    float sum = add_warps(sums, there, all_slots, lane);
+    if (parts) sum += add_warps(sums + list.tiles * kWarps * kTileRows, late_there, true, lane);
+    const float all = before + (kWhich == kDown ? sum / kActScale : sum);
+    publish_x(a, word, kNext, tile, all, weight, guess, next_tag, lane);
+    if (lane < kTileRows) *residual = all;
+  } else {
+    constexpr int kNorm = kWhich == kFirstAct ? kMlpNorm : kAttentionNorm;  // of x
+    uint32_t* word = nullptr;
+    if constexpr (kWhich == kQkv) {
+      // the lowest of the tile's writers is behind how many there are
+      const uint8_t* const lowest = at<const uint8_t>(a.writers_at, zero) + a.qkv.tiles;
+      const int writer = static_cast<int>(blockIdx.x) - lowest[tile];
+      word = a.qkv_sums + static_cast<int64_t>(writer) * a.qkv_rows + row;
+    }
+    if constexpr (kWhich == kFirstAct) word = a.act + word_of(tile * 4 + (lane & 7) / 2);
+    wait_for(a, kSummed, turn, zero);
+    const float by = __fdividef(factors[kNorm], factors[1 - kNorm]);
+    const float sum = add_warps(sums, there, all_slots, lane) * by;
+    if constexpr (kWhich == kQkv) {
+      if (lane < kTileRows && row < a.qkv_rows) store_word(word, tagged(sum, tag));
+    } else if constexpr (kWhich == kFirstAct) {
+      publish_act(a, word, tile, sum, tag, lane);
+    } else {
+      if (lane < kTileRows && row < a.vocab) a.logits[row] = sum;
+    }
+  }
+}
+
+// List `which` of a layer, or the head, from x to what is handed on; kWhich is the first list of the same kind. `enter` as
+// in multiply and `multiplied` behind it, both once; `stamp_product` for the time line; x_tag is that of the words of x.
+template <int kWhich, bool kNarrow, typename Enter, typename Multiplied, typename Stamp>
+__device__ __forceinline__ void product(const PersistentArguments& a, uint32_t zero, int which, Place& place,
+                                        uint32_t x_tag, int warp, int lane, Enter enter, Multiplied multiplied,
+                                        Stamp stamp_product) {
+  const PersistentMatrix& m = matrix_for<kWhich>(a);
+  const List& list = at<const Shares>(a.shares_at, zero)->lists[which];
   int tiles = 0, panels = 0, stage = list.first_stage;
 #pragma unroll 1
   do {
-    const Batch batch = batch_of(list, tiles, panels);
+    const Batch batch = batch_of(m, list, tiles, panels);
     // who reads the first stage depends on its slot
     const int turned = warp ^ (place.cursor.slot & 1) * kStagePanels;
     wait_for(a, kFree, place.turn, zero);
-    multiply<kWhich>(
+    multiply<kWhich, kNarrow>(
         a, zero, list, batch, place.cursor, place.layer, stage, x_tag, place.turn, turned, lane,
         [&] {
-          if (panels == 0) enter(turned);
+          if (panels == 0) enter();
         },
         [&] {
           if (panels == 0) stamp_product(1, turned == 0);
         });
+    if (panels == 0) multiplied(turned);
     arrive_at(a, kSummed, place.turn, zero, lane);
     stamp_product(2, turned == 0);
     const int batch_tiles =
-        batch.count ? static_cast<int>((batch.panel + batch.count + list.width - 0.5f) * list.per_width) : 0;
-    // the warps that have a panel less than others come first
-    int v = kWarps - 1 - turned;
-    if (v < batch_tiles) {
-      constexpr int kNorm = kWhich == kQkv || kWhich == kHead ? kAttentionNorm : kMlpNorm;  // of x
-      bool summed = false;
+        batch.count ? static_cast<int>((batch.panel + batch.count + m.panels - 0.5f) * m.per_panels) : 0;
 #pragma unroll 1
-      for (; v < batch_tiles; v += kWarps) {
-        const int row_tile = batch.tile + v, row = row_tile * kTileRows + lane;
-        const int begin = max(v * list.width - batch.panel, 0);
-        const int end = min((v + 1) * list.width - batch.panel, batch.count);
-        const float* const sums = buffer_of(place.turn, zero) + v * list.slots * kTileRows;
-        float weight = 0.0f;
-        if ((kWhich == kO || kWhich == kDown) && lane < kTileRows) {
-          const PersistentLayer* const layers = at<const PersistentLayer>(a.layers_at, zero);
-          const bool last = place.layer + 1 == a.n_layers;
-          const float* const next = last ? a.norm : layers[place.layer + 1].attn_norm;
-          weight = (kWhich == kO ? layers[place.layer].mlp_norm : next)[row];
-        }
-        if (!summed) wait_for(a, kSummed, place.turn, zero);
-        summed = true;
-        float sum = add_warps(sums, list.slots, begin, end, lane);
-        if (kWhich == kO || kWhich == kDown) {
-          float& residual = at<float>(a.residual_at, zero)[(row_tile - list.tile) * kTileRows + (lane & 15)];
-          sum = residual + (kWhich == kDown ? sum / kActScale : sum);
-          __syncwarp();
-          if (lane < kTileRows) residual = sum;
-          constexpr int kNext = kWhich == kO ? kMlpNorm : kAttentionNorm;
-          publish_x(a, kNext, row_tile, sum, weight, factor_of(a, 1 - kNext, zero),
-                    kWhich == kO ? tag : x_tag_of(a, place.layer + 1, zero), lane);
-          continue;
-        }
-        sum *= __fdividef(factor_of(a, kNorm, zero), factor_of(a, 1 - kNorm, zero));
-        if (kWhich == kQkv) {
-          // the lowest of the tile's writers is behind how many there are
-          const uint8_t* const lowest = at<const uint8_t>(a.writers_at, zero) + a.qkv.tiles;
-          const int writer = static_cast<int>(blockIdx.x) - lowest[row_tile];
-          if (lane < kTileRows && row < a.qkv_rows)
-            store_word(a.qkv_sums + static_cast<int64_t>(writer) * a.qkv_rows + row, tagged(sum, tag));
-        } else if (kWhich == kHead) {
-          if (lane < kTileRows && row < a.vocab) a.logits[row] = sum;
-        } else {
-          publish_act(a, row_tile, sum, tag, lane);
-        }
-      }
-    }
+    for (int v = kWarps - 1 - turned; v < batch_tiles; v += kWarps)  // the warps that have fewer panels come first
+      finish_tile<kWhich>(a, zero, place.layer, place.turn, list, batch, v, lane);
     arrive_at(a, kFree, place.turn, zero, lane);
     const int stages = stages_of(batch.count);
     advance(place.cursor, stages, a.slots);
     stage += stages;
     panels += batch.count;
-    tiles += list.batch;
+    tiles += m.batch;
     ++place.turn;
     stamp_product(3, turned == kWarps - 1);
   } while (panels < list.count);
@@ -540,9 +591,9 @@ __device__ __forceinline__ void set_up(const PersistentArguments& a, int thread)
   }
   if (thread == 0) {
     const uint32_t odd = load_word(a.launch);
+    const int from_last = static_cast<int>(gridDim.x - 1 - blockIdx.x);  // the last CTAs may have no tile of o
     *at<Token>(a.token_at, 0) = {position, odd & a.n_layers, odd & (a.n_layers + 1),
-                                 chunks_of(a, min(position + 1, a.max_seq)), static_cast<int>(blockIdx.x) % a.n_kv,
-                                 static_cast<int>(blockIdx.x) / a.n_kv};
+                                 chunks_of(a, min(position + 1, a.max_seq)), from_last % a.n_kv, from_last / a.n_kv};
     factor_of(a, kMlpNorm, 0) = 1.0f;  // the first guess
   }
   if (blockIdx.x == 0 && thread == 0) *a.valid_len = position + 1;
@@ -578,7 +629,7 @@ __device__ __forceinline__ void choose(const PersistentArguments& a, int thread)
   __syncthreads();  // the logits are there
   float* scratch = at<float>(a.factors_at, 0);
   const List& list = at<const Shares>(a.shares_at, 0)->lists[kHead];
-  const int begin = list.tile * kTileRows, end = min(begin + list.count / list.width * kTileRows, a.vocab);
+  const int begin = list.tile * kTileRows, end = min(begin + list.count / a.head_matrix.panels * kTileRows, a.vocab);
   Candidate best;
 #pragma unroll 1
   for (int id = begin + thread; id < end; id += kThreads) best.take(a.logits[id], id);
@@ -607,7 +658,7 @@ __device__ __forceinline__ void choose(const PersistentArguments& a, int thread)
 template <int kWhich>
 using Which = std::integral_constant<int, kWhich>;
 
-template <int kHeadDim, bool kTimed>
+template <int kHeadDim, bool kNarrow, bool kTimed>
 __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_constant__ PersistentArguments a) {
 #ifdef DECODEV2_HOPPER
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -618,11 +669,12 @@ __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_cons
     const int64_t id = *a.token;
     const float* const weight = at<const PersistentLayer>(a.layers_at, 0)->attn_norm;
 #pragma unroll 1
-    for (int v = warp; v < mine.count / mine.width; v += kWarps) {
+    for (int v = warp; v < mine.count / a.down.panels; v += kWarps) {
       const int row = (mine.tile + v) * kTileRows + (lane & 15);
       const float value = embedded(a, id, row);
       if (lane < kTileRows) at<float>(a.residual_at, 0)[v * kTileRows + lane] = value;
-      publish_x(a, kAttentionNorm, mine.tile + v, value, weight[row], 1.0f, x_tag_of(a, 0, 0), lane);
+      publish_x(a, x_word(a, kAttentionNorm, mine.tile + v, lane), kAttentionNorm, mine.tile + v, value, weight[row], 1.0f,
+                x_tag_of(a, 0, 0), lane);
     }
   }
 
@@ -645,42 +697,40 @@ __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_cons
     };
   };
   // The factor of a norm is found by a warp that has no panel to multiply, or the last one.
-  const auto run = [&](auto which, uint32_t zero, uint32_t tag, uint32_t x_tag) {
-    constexpr int kWhich = decltype(which)::value;
+  const auto run = [&](auto kind, int which, uint32_t zero, uint32_t x_tag) {
+    constexpr int kWhich = decltype(kind)::value;
     constexpr int kNorm = kWhich == kFirstAct ? kMlpNorm : kAttentionNorm;
-    constexpr bool kStaged = kWhich == kFirstAct || kWhich == kHead;
-    stamp_at(kWhich)(0, warp == 0);
+    const bool staged = (kWhich == kFirstAct && which == kFirstAct) || kWhich == kHead;
+    stamp_at(which)(0, warp == 0);
     Looks looks = {};
-    if constexpr (kStaged) looks = look_at_x(a, kNorm, thread);
-    product<kWhich>(
-        a, zero, place, tag, x_tag, warp, lane,
-        [&](int turned) {
-          if constexpr (kStaged) stage_x(a, zero, kNorm, x_tag, kWhich, looks, thread);
-          if constexpr (kStaged || kWhich == kQkv)
-            if (turned == kWarps - 1) find_factor(a, zero, kNorm, x_tag, lane);
+    if (staged) looks = look_at_x(a, kNorm, thread);
+    product<kWhich, kNarrow>(
+        a, zero, which, place, x_tag, warp, lane,
+        [&] {
+          if (staged) stage_x(a, zero, kNorm, x_tag, kWhich, looks, thread);
         },
-        stamp_at(kWhich));
+        [&](int turned) {
+          if ((staged || kWhich == kQkv) && turned == kWarps - 1) find_factor(a, zero, kNorm, x_tag, lane);
+        },
+        stamp_at(which));
   };
 #pragma unroll 1
   for (; place.layer < a.n_layers; ++place.layer) {
     uint32_t zero = opaque(0);
     const uint32_t tag = tag_of(a, place.layer, zero);
-    run(Which<kQkv>(), zero, tag, x_tag_of(a, place.layer, zero));
+    run(Which<kQkv>(), kQkv, zero, x_tag_of(a, place.layer, zero));
     zero = opaque(0);
     if (at<const Token>(a.token_at, zero)->chunk < at<const Token>(a.token_at, zero)->chunks.count)
       attend<kHeadDim, kTimed>(a, zero, place.layer, tag, thread);
-    zero = opaque(0);
-    run(Which<kO>(), zero, tag, tag);
-    zero = opaque(0);
-    run(Which<kFirstAct>(), zero, tag, tag);
-    zero = opaque(0);
-    run(Which<kSecondAct>(), zero, tag, tag);
-    zero = opaque(0);
-    run(Which<kDown>(), zero, tag, tag);
+    run(Which<kO>(), kO, opaque(0), tag);
+    // both parts go through the same instructions
+#pragma unroll 1
+    for (int which = kFirstAct; which <= kSecondAct; ++which) run(Which<kFirstAct>(), which, opaque(0), tag);
+    run(Which<kDown>(), kDown, opaque(0), tag);
   }
   {
     const uint32_t zero = opaque(0);
-    run(Which<kHead>(), zero, 0, x_tag_of(a, place.layer, zero));
+    run(Which<kHead>(), kHead, zero, x_tag_of(a, place.layer, zero));
   }
   // everyone read it before the first hand-off, and this CTA is past the last
   if (blockIdx.x == 0 && thread == 0) store_word(a.launch, load_word(a.launch) ^ 1u);
@@ -709,11 +759,17 @@ cudaError_t launch_as(void (*kernel)(PersistentArguments), const PersistentArgum
 
 cudaError_t chr_nf4_step(const PersistentArguments& a, int shared_bytes, cudaStream_t stream) {
   const bool timed = a.timeline;
+  bool narrow = false;  // whether a last panel of a tile is
+  for (const PersistentMatrix* m : {&a.qkv, &a.o, &a.gate_up, &a.down, &a.head_matrix}) narrow |= m->narrower != 0;
   switch (a.head_dim) {
     case 64:
-      return launch_as(timed ? persistent_step<64, true> : persistent_step<64, false>, a, shared_bytes, stream);
+      return launch_as(narrow ? timed ? persistent_step<64, true, true> : persistent_step<64, true, false>
+                       : timed ? persistent_step<64, false, true> : persistent_step<64, false, false>,
+                       a, shared_bytes, stream);
     case 128:
-      return launch_as(timed ? persistent_step<128, true> : persistent_step<128, false>, a, shared_bytes, stream);
+      return launch_as(narrow ? timed ? persistent_step<128, true, true> : persistent_step<128, true, false>
+                       : timed ? persistent_step<128, false, true> : persistent_step<128, false, false>,
+                       a, shared_bytes, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -16,8 +16,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kStagePanels = 8;               // two groups of eight warps take stages in turn: even ones, odd ones
 constexpr int kStageBytes = kStagePanels * kPanelBytes;
 constexpr int kHoles = 256;                   // 128 B each beside the table's rows, 64 numbers of x as half
-constexpr int kBufferSlots = 104;             // sums of a warp for a tile that fit one of the two buffers
-constexpr int kBufferBytes = kBufferSlots * kTileRows * 4;
+constexpr int kFewestSums = 104;              // of a warp for a tile, that fit one of the two buffers
 
 constexpr int kAttending = 8;                 // warps that attend, 16 positions of a chunk at a time
 constexpr int kShortChunk = 16 * kAttending;  // positions that they take at once: of a chunk, while there are CTAs
@@ -26,15 +25,8 @@ constexpr int kHeadsPerKv = 8;                // query heads of a KV head at mos
 struct List {        // the panels a CTA takes of one matrix, in stream order; the same in every layer
   int tile, panel;   // of the first one: panel `panel` of tile `tile`
   int count;
-  int width;         // panels of a tile
-  float per_width;   // 1 / width
-  int next_panel;    // kWarps panels on: this many panels further in a tile
-  int next_sums;     // and this many floats further among the sums, for the tiles between
-  int slots;         // warps that take panels of one tile: a power of 2
-  int batch;         // tiles whose sums fit a buffer
-  int tile_bytes;    // of a row tile
-  int narrower;      // bytes that a tile's last panel has less than the others
   int first_stage;   // of the layer's stages
+  int early, tiles;  // of down in two parts: all tiles' panels but the last a.late_panels ones come first
 };
 
 struct Batch {       // of a list: whole tiles, but where the list begins or ends within one
@@ -42,6 +34,12 @@ struct Batch {       // of a list: whole tiles, but where the list begins or end
   int count;         // panels
 };
 
+struct Spot {        // of a panel of a batch
+  int tile;          // whose sums it adds to; late parts have their own, behind the others
+  int panel;         // of a tile
+};
+
+// Gate/up comes in two parts: the first one's act travels while the second one is computed.
 enum { kQkv, kO, kFirstAct, kSecondAct, kDown, kHead, kLists };
 
 struct Shares {      // of a CTA
@@ -50,10 +48,11 @@ struct Shares {      // of a CTA
   int stages;        // and with those of the head, which follow
 };
 
-struct Stage {      // what comes into a slot of the ring by one copy
-  uint32_t offset;  // in its matrix, in 16 bytes
-  uint16_t size;    // in 16 bytes
-  uint16_t matrix;  // of PersistentLayer; 4 is the head
+struct Stage {        // what comes into a slot of the ring, from one place or two; all in 16 bytes
+  uint32_t offset;    // in its matrix
+  uint32_t offset_2;  // of the second piece
+  uint32_t size : 12, first : 12;  // of it the first piece
+  uint32_t matrix : 8;             // of PersistentLayer; 4 is the head
 };
 
 // With its barrier, its counter, and another barrier where every lane arrives: a counter is not followed either.
@@ -79,9 +78,25 @@ __host__ __device__ __forceinline__ int shares_bytes(const PersistentArguments& 
 // ---- lists ---------------------------------------------------------------------------------------------
 
 // The batch that starts `tiles` tiles and `panels` panels behind the list's beginning.
-__host__ __device__ __forceinline__ Batch batch_of(const List& list, int tiles, int panels) {
-  const int panel = tiles ? 0 : list.panel, left = list.count - panels;
-  return {list.tile + tiles, panel, left < list.batch * list.width - panel ? left : list.batch * list.width - panel};
+__host__ __device__ __forceinline__ Batch batch_of(const PersistentMatrix& m, const List& list, int tiles, int panels) {
+  const int panel = tiles ? 0 : list.panel, left = list.count - panels, most = m.batch * m.panels - panel;
+  return {list.tile + tiles, panel, left < most ? left : most};
+}
+
+// Panel `index` of a batch.
+__host__ __device__ __forceinline__ Spot spot_of(const PersistentMatrix& m, const Batch& batch, int index) {
+  index += batch.panel;
+  const int tile = static_cast<int>((index + 0.5f) * m.per_panels);
+  return {tile, index - tile * m.panels};
+}
+
+// The same of down in two parts.
+__host__ __device__ __forceinline__ Spot spot_in_parts(const PersistentArguments& a, const List& list, int index) {
+  const bool late = index >= list.early;
+  const int early_width = a.down.panels - a.late_panels;
+  index -= late ? list.early : 0;
+  const int tile = static_cast<int>((index + 0.5f) * (late ? a.per_late : a.per_early));
+  return late ? Spot{tile + list.tiles, early_width + index - tile * a.late_panels} : Spot{tile, index - tile * early_width};
 }
 
 __host__ __device__ __forceinline__ int stages_of(int count) { return (count + kStagePanels - 1) / kStagePanels; }

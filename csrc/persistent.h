@@ -21,9 +21,16 @@ struct PersistentLayer {  // in device memory, one per layer
 };
 
 struct PersistentMatrix {
-  int tiles;   // of 16 rows
-  int groups;  // K_pad / 64
-  int panels;  // of a tile, ceil(groups / 4)
+  int tiles;         // of 16 rows
+  int groups;        // K_pad / 64
+  int panels;        // of a tile, ceil(groups / 4)
+  float per_panels;  // 1 / panels
+  int next_panel;    // as many panels on as there are warps: this many panels further in a tile
+  int next_sums;     // and this many floats further among the sums, for the tiles between
+  int slots;         // warps that take panels of one tile: a power of 2
+  int batch;         // tiles whose sums fit a buffer
+  int tile_bytes;
+  int narrower;      // bytes that a tile's last panel has less than the others
 };
 
 struct PersistentArguments {
@@ -65,10 +72,13 @@ struct PersistentArguments {
   int ctas;                         // of the grid
   int most_chunks;                  // of the live prefix, each of a CTA per KV head
   float per_hidden;                 // 1 / hidden
-  int first_tiles;            // gate/up tiles of the first half
+  int late_panels;            // of a tile of down, those that need an act of the second part
+  float per_early, per_late;  // 1 / the panels of a tile that are not late; 1 / late_panels
+  int first_tiles;            // gate/up tiles of the first part
   int qkv_rows, n_q, per_kv;   // per_kv: query heads of a KV head
   int most_stages;            // of a layer and the head, the CTA that has most
   int slots;                  // of the ring
+  int buffer_bytes;           // of each of the two buffers of sums
   // bytes into shared memory; the table is at 0, the buffers of sums or attention's scratch behind it
   int residual_at, shares_at, writers_at, turns_at, layers_at, token_at, factors_at, ring_at, full_at, sums_at, read_at;
 };

@@ -13,7 +13,9 @@ struct Scratch {  // overlays the sums
   static constexpr int kValue = kKey + 2 * kHeadDim;
   static constexpr int kNorms = kValue + 2 * kHeadDim;  // [kAttending][8] maxima and sums
   static constexpr int kBytes = kNorms + kAttending * kHeadsPerKv * 8;
-  // in the table's holes, x of a product at other times: [kAttending][8][kHeadDim] float, what the warps have
+  // in the table's holes, x of a product at other times: what the warps have, [kAttending][kPairs] float2. A warp writes
+  // 32 in a row at a time, so no two meet in a bank: [2][kHeadDim / 64][4][32], see pair_of
+  static constexpr int kPairs = kHeadsPerKv * kHeadDim / 2;
   static_assert(kAttending * kHeadsPerKv * kHeadDim * 4 <= kHoles * 128);
 };
 
@@ -100,6 +102,13 @@ __device__ __forceinline__ void stage_queries(const PersistentArguments& a, uint
   }
 }
 
+// Which head, and which first of two dims, the float2 number `pair` of a warp's is of.
+template <int kHeadDim>
+__device__ __forceinline__ int2 pair_of(int pair) {
+  const int t = pair >> 3 & 3, g = pair & 7, j = pair >> 5 & 3, rest = pair >> 7;
+  return make_int2(2 * t + rest / (kHeadDim / 64), rest % (kHeadDim / 64) * 64 + 8 * g + 2 * j);
+}
+
 // Two neighbouring elements of attention's column, times `by`.
 __device__ __forceinline__ void publish_attended(const PersistentArguments& a, int pair, float2 v, float by,
                                                  uint32_t tag) {
@@ -148,7 +157,7 @@ __device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_
                                             int end, int newest, int warp, int lane, Meet meet_queries) {
   using S = Scratch<kHeadDim>;
   using R = Rows<kHeadDim>;
-  const int g = lane >> 2, t = lane & 3, limit = min(end, newest);
+  const int g = lane >> 2, t = lane & 3, lane_of_pair = t * 8 + g, limit = min(end, newest);
   R rows = load_rows<kHeadDim>(keys, values, stride, first, limit, a.max_seq, lane);
   meet_queries();
   if (first >= end) return;
@@ -212,8 +221,11 @@ __device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_
       }
       split_bf16(p[u][0], p[u][1], upper[u], lower[u]);
     }
-    // values: rows are dims, columns heads; the sums go to the holes, a head kHeadDim / 32 holes after the other
-    float2* const to = &in_holes(table, (warp * kHeadsPerKv + 2 * t) * kHeadDim / 2 + g * 4);
+    // values: rows are dims, columns heads; the sums go to the holes
+    float2* const to = &in_holes(table, warp * S::kPairs + lane_of_pair);
+    const auto place = [&](int e, int i, int j) -> float2& {  // 32 pairs lie in two holes
+      return to[((e * R::kValueWords + i) * 4 + j) * (2 * 256 / static_cast<int>(sizeof(float2)))];
+    };
     float acc[R::kValueWords][4][4] = {};  // [i][j]: dims 64 i + 8 g + 2 j (+ 1) of heads 2t and 2t + 1
     if (!begins) {
       const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
@@ -223,7 +235,7 @@ __device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const float2 before = to[e * kHeadDim + i * 64 + j];
+            const float2 before = place(e, i, j);
             acc[i][j][e] = by_head[e] * before.x, acc[i][j][2 + e] = by_head[e] * before.y;
           }
     }
@@ -239,7 +251,7 @@ __device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_
         mma_bf16(acc[i][j], a0, a1, a2, a3, upper[0], upper[1]);
         mma_bf16(acc[i][j], a0, a1, a2, a3, lower[0], lower[1]);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) to[e * kHeadDim + i * 64 + j] = make_float2(acc[i][j][e], acc[i][j][2 + e]);
+        for (int e = 0; e < 2; ++e) place(e, i, j) = make_float2(acc[i][j][e], acc[i][j][2 + e]);
       }
     }
     first += kShortChunk;
@@ -281,32 +293,38 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
   __syncthreads();
   stamp<kTimed>(a, layer, kStamps - 3, thread == 0);
   const int active = min(kAttending, (end - begin + 15) / 16);
-  const int outputs = a.per_kv * kHeadDim, head = 2 * thread / kHeadDim;
-  static_assert(kHeadsPerKv * kHeadDim / 2 <= kThreads);
-  if (2 * thread < outputs) {  // a thread's pair of neighbours, over the warps
-    const float2* const norms = reinterpret_cast<const float2*>(scratch + S::kNorms) + head;
+  const int2 mine = pair_of<kHeadDim>(thread);
+  static_assert(S::kPairs <= kThreads);
+  if (thread < S::kPairs && mine.x < a.per_kv) {  // a thread's pair of neighbours, over the warps
+    // all loads before the first use: what a warp without a position has left there counts nothing
+    constexpr int kPartStride = S::kPairs / 16 * 256 / static_cast<int>(sizeof(float2));
+    const float2* const parts = &in_holes(table, thread);
+    float2 norm[kAttending], part[kAttending];
+#pragma unroll
+    for (int w = 0; w < kAttending; ++w) {
+      norm[w] = reinterpret_cast<const float2*>(scratch + S::kNorms)[w * kHeadsPerKv + mine.x];
+      part[w] = parts[w * kPartStride];
+    }
     float highest = kMinusInfinity, total = 0.0f;
     float2 v = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < kAttending; ++w)
-      if (w < active) highest = fmaxf(highest, norms[w * kHeadsPerKv].x);
+    for (int w = 0; w < kAttending; ++w) highest = fmaxf(highest, w < active ? norm[w].x : kMinusInfinity);
 #pragma unroll
-    for (int w = 0; w < kAttending; ++w)
-      if (w < active) {
-        const float2 norm = norms[w * kHeadsPerKv], part = in_holes(table, w * kHeadsPerKv * kHeadDim / 2 + thread);
-        const float by = exp2_approx(norm.x - highest);
-        total += by * norm.y;
-        v.x += by * part.x, v.y += by * part.y;
-      }
+    for (int w = 0; w < kAttending; ++w) {
+      const float by = w < active ? exp2_approx(norm[w].x - highest) : 0.0f;
+      total += w < active ? by * norm[w].y : 0.0f;
+      v.x += w < active ? by * part[w].x : 0.0f, v.y += w < active ? by * part[w].y : 0.0f;
+    }
     stamp<kTimed>(a, layer, kStamps - 2, thread == 0);
+    const int head = kv_head * a.per_kv + mine.x, at_dim = head * kHeadDim + mine.y;
     if (token.chunks.count == 1) {
-      publish_attended(a, kv_head * outputs / 2 + thread, v, reciprocal_or_zero(total), tag);
+      publish_attended(a, at_dim / 2, v, __fdividef(1.0f, total), tag);
     } else {
-      uint32_t* to = a.heads + static_cast<int64_t>(token.chunk) * a.q_dim + kv_head * outputs + 2 * thread;
+      uint32_t* to = a.heads + static_cast<int64_t>(token.chunk) * a.q_dim + at_dim;
       store_word(to, tagged(v.x, tag));
       store_word(to + 1, tagged(v.y, tag));
-      if (2 * thread % kHeadDim == 0) {
-        to = a.softmax + (static_cast<int64_t>(token.chunk) * a.n_q + kv_head * a.per_kv + head) * 2;
+      if (mine.y == 0) {
+        to = a.softmax + (static_cast<int64_t>(token.chunk) * a.n_q + head) * 2;
         store_word(to, tagged(highest, tag));
         store_word(to + 1, tagged(total, tag));
       }

@@ -49,6 +49,8 @@ SPECS = {
     "tied": shape("tied", tied=True, n_layers=2, vocab=1000),
     "large vocabulary": shape("large vocabulary", vocab=40001, n_layers=2),
     "one layer": shape("one layer", n_layers=1),
+    "down in parts": shape("down in parts", hidden=2304, n_q=18, n_kv=6, head_dim=128,
+                           intermediate=4096, n_layers=2, vocab=1000),
 }  # fmt: skip
 
 

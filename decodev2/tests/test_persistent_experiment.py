@@ -12,14 +12,14 @@ from decodev2.lab.plate import Missing
 
 
 def time_line(layers: int = 8, ctas: int = 5) -> torch.Tensor:
-    """Stamp s of layer l at 2,000 l + 60 s; CTA c is c cycles later; CTA 0 attends 40 more."""
+    """Stamp s of layer l at 2,000 l + 60 s; CTA c is c cycles later; the last attends 40 more."""
     line = torch.zeros(layers + 1, 24, ctas, dtype=torch.int64)
     for layer in range(layers + 1):
         for stamp in range(20):
             line[layer, stamp] = 2000 * layer + 60 * stamp + torch.arange(ctas)
-    line[:, 4:, 0] += 40
+    line[:, 4:, -1] += 40
     for k in range(4):  # inside attention
-        line[:, 20 + k, 0] = line[:, 3, 0] + 20 * k
+        line[:, 20 + k, -1] = line[:, 3, -1] + 20 * k
     return line
 
 

@@ -47,7 +47,7 @@ PHASES = {
     "x of down": (14, 17),
     "down": (17, 18),
 }
-INSIDE = {  # attention, of CTA 0: its queries are there, every warp's scores and sums, one sum
+INSIDE = {  # attention, of the last CTA: its queries are there, every warp's scores and sums, one sum
     "attention: queries": (2, 20),
     "attention: scores, values": (20, 21),
     "attention: one sum": (21, 22),
@@ -160,7 +160,7 @@ def phases(line: torch.Tensor) -> dict[str, dict]:
         values = (mean, spent.min(), spent.max())
         out[phase] = dict(zip(_cycles(), map(float, values), strict=True))
     for part, (first, last) in INSIDE.items():
-        spent = float((layers[:, last, 0] - layers[:, first, 0]).mean())
+        spent = float((layers[:, last, -1] - layers[:, first, -1]).mean())
         out[part] = dict.fromkeys(_cycles(), spent)
     starts = layers[:, 0]
     layer = (starts[1:] - starts[:-1]).mean(0)
