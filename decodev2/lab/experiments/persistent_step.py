@@ -47,7 +47,7 @@ PHASES = {
     "x of down": (14, 17),
     "down": (17, 18),
 }
-INSIDE = {  # attention, of the last CTA: its queries are there, every warp's scores and sums, one sum
+INSIDE = {  # attention, of the last CTA: queries are there, every warp's scores and sums, one sum
     "attention: queries": (2, 20),
     "attention: scores, values": (20, 21),
     "attention: one sum": (21, 22),
@@ -256,11 +256,13 @@ def draw(plate, fig) -> None:
             width = row["cycles"] / 1e3
             if phase == "attention":  # the others wait for it in o
                 continue
-            right.barh(y, width, 0.6, left=at, color=color, edgecolor="white")
+            right.barh(y, width, 0.68, left=at, color=color, edgecolor="white")
+            narrow = width < 1  # its label stands above it
             right.annotate(
-                f"{phase}  {width:.1f}", (at + width / 2, y), ha="center", va="center", fontsize=10,
-                rotation=90,
-                color="white" if color == "#0072B2" else "black",
+                f"{phase} {width:.1f}" if narrow else f"{phase}  {width:.1f}",
+                (at + width / 2, y - 0.36 if narrow else y), ha="center",
+                va="bottom" if narrow else "center", fontsize=10, rotation=0 if narrow else 90,
+                color="white" if color == "#0072B2" and not narrow else "black",
             )  # fmt: skip
             at += width
     right.set_yticks(range(len(positions)), [f"at {p:,}" for p in positions])
