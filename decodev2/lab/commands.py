@@ -280,11 +280,24 @@ def _stale(runs_dir: Path) -> list[str]:
     ]
 
 
+def _not_held(runs_dir: Path) -> list[str]:
+    """What an experiment claims of every run and its plate does not show. A finding, no fault of
+    the plate: it was measured so."""
+    found = []
+    for path in plate.plate_paths(runs_dir):
+        with contextlib.suppress(DecodeError):  # such a plate was named already
+            made = plate.load(path)
+            claims = getattr(experiments.get(made.experiment), "claims", lambda _: [])
+            found += [f"{path}: does not hold: {text}" for text, holds in claims(made) if not holds]
+    return found
+
+
 def lint_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool = False) -> int:
     """Print every problem of plates, or of all plates below folders; 1 if there is any.
 
     The pages of the workbook are checked too where a folder `notebooks` lies beside a runs folder.
     Of each experiment, card and set of parameters the newest plate must be of today's kernels.
+    What a plate says does not hold is printed, too; it is no problem of the plate.
     """
     folders = [Path(target) for target in targets]
     beside = dict.fromkeys(f.parent / "notebooks" for f in folders if f.is_dir())
@@ -294,7 +307,10 @@ def lint_command(targets: Sequence[str | Path] = (DEFAULT_RUNS,), as_json: bool 
     found += [problem for folder in folders if folder.is_dir() for problem in _stale(folder)]
     if as_json:
         print(json.dumps(found, indent=1))
-    elif found:
+        return 1 if found else 0
+    for remark in (line for folder in folders if folder.is_dir() for line in _not_held(folder)):
+        print(remark)
+    if found:
         print("\n".join(found))
     else:
         count = sum(len(plate.plate_paths(f)) if f.is_dir() else 1 for f in folders)

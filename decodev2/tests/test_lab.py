@@ -923,6 +923,21 @@ def test_run_refuses_before_it_measures(tmp_path, toy, monkeypatch):
         commands.run_command("toyy", [], tmp_path)
 
 
+def test_lint_tells_what_a_plate_says_does_not_hold(tmp_path, toy, capsys, monkeypatch):
+    told = [("the second is the faster one", False), ("both are there", True)]
+    monkeypatch.setattr(toy, "claims", lambda _: told, raising=False)
+    commands.run_command("toy", runs_dir=tmp_path)
+    capsys.readouterr()
+    assert commands.lint_command([tmp_path]) == 0
+    (path,) = plate.plate_paths(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: does not hold: the second is the faster one",
+        "1 plate, no problem",
+    ]
+    assert commands.lint_command([tmp_path], as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_lint_and_draw_commands(tmp_path, toy, capsys):
     commands.run_command("toy", runs_dir=tmp_path)
     assert commands.lint_command([tmp_path]) == 0
