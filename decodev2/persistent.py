@@ -34,6 +34,11 @@ class PersistentStep:
     )  # int32, hand-offs; [0] the launch, [LINE] the place of a hand-off that failed
     patience: int = PATIENCE_CYCLES  # cycles before a hand-off counts as lost
 
+    @property
+    def fault(self) -> torch.Tensor:
+        """[1] int32, 0 until a hand-off does not come."""
+        return self.words[LINE : LINE + 1]
+
 
 def why_not(spec: ArchSpec, device: str = "cuda") -> str | None:
     """Why the persistent step cannot run this shape on the current device; None if it can."""
@@ -116,8 +121,9 @@ def greedy_decode(step: PersistentStep) -> None:
 
 
 def check(step: PersistentStep) -> None:
-    """Raise StepError when a hand-off did not come; the step is usable again afterwards."""
-    place = int(step.words[LINE])
+    """Wait for the launches that are on their way, and raise StepError when a hand-off did not
+    come; the step is usable again afterwards."""
+    place = int(step.fault)
     if place:
         clear(step)
         raise StepError(

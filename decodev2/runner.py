@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from .errors import ModelError, PromptError
 from .graph import ChunkGraph
@@ -98,38 +101,67 @@ def generate(
     step: Callable[[], None] | None = None,
     steps_per_read: int = 1,
     full: ChunkGraph | None = None,
+    fault: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
+    ahead: int | None = None,
 ) -> Result:
     """Greedy tokens after `prompt_ids`. Pass no `eos_ids` to run through end tokens.
 
     `chunk` and `full` are those of `forward_prefill`. `step()` takes one greedy step (a graph's
-    `replay`; left out, the eager step). The host reads ids once in `steps_per_read` steps: no step
-    waits for that, and past an end token the state stands still. `check()` may raise before ids
-    that were read count. `on_token(id)` is called once per new id. Raises PromptError before the
-    state is touched.
+    `replay`; left out, the eager step). The host reads ids once in `steps_per_read` steps, while
+    `ahead` batches of as many run behind those that it waits for (None: 1 on CUDA, 0 on the CPU).
+    Past an end token the state stands still, and no step is taken that would be too many without
+    one. `fault`, [1] int32 beside the state, is read with every batch; where it is not 0, `check()`
+    may raise before the batch's ids count. `on_token(id)` is called once per new id. After an end
+    token, and after what `on_token` or `check` raised, steps may still be on their way; later work
+    on their stream comes behind them. Raises PromptError before the state is touched.
     """
     spec = weights.spec
     check_prompt(spec, prompt_ids, max_new_tokens)
     reset(state, eos_ids)
     step = step or functools.partial(greedy_decode, state, weights)
-    taken = len(prompt_ids)  # position of the newest id
-    unread: list[int] = []
+    on_cuda = state.history.is_cuda
+    if ahead is None:
+        ahead = 1 if on_cuda else 0  # on the CPU a step is over when it returns
+    newest = len(prompt_ids)  # position of the newest id enqueued
+    last = min(newest + max_new_tokens - 1, spec.max_seq)  # of the last id that can be wanted
+    # pinned before the first step: pinning may wait for all that runs on the card
+    on_host = functools.partial(torch.empty_like, state.history, device="cpu", pin_memory=on_cuda)
+    history, faults = on_host(), on_host(dtype=torch.int32)  # a batch's fault lies at its first id
+    batches: deque[tuple[slice, torch.cuda.Event | None]] = deque()  # unread, oldest first
+    arrived: list[int] = []  # newest first
 
     def first() -> int:
         consume_prompt(state, weights, prompt_ids, chunk, full)
         return int(state.token)
 
+    def enqueue() -> None:
+        nonlocal newest
+        steps = min(steps_per_read, last - newest)
+        for _ in range(steps):
+            step()
+        batch = slice(newest + 1, newest + steps + 1)
+        history[batch].copy_(state.history[batch], non_blocking=True)
+        if fault is not None:
+            faults[batch][:1].copy_(fault, non_blocking=True)
+        batches.append((batch, _event_behind(state.history.device)))
+        newest += steps
+
     def following() -> int:
-        nonlocal taken
-        if not unread:
-            wanted = max_new_tokens - (taken - len(prompt_ids) + 1)
-            steps = min(steps_per_read, wanted, spec.max_seq - taken)
-            for _ in range(steps):
-                step()
-            unread.extend(reversed(state.history[taken + 1 : taken + steps + 1].tolist()))
-            if check:
+        if not arrived:
+            while newest < last and len(batches) <= ahead:
+                enqueue()
+            batch, copied = batches.popleft()
+            if copied:
+                copied.synchronize()
+            if fault is not None and faults[batch][0] != 0:
                 check()
-        taken += 1
-        return unread.pop()
+            arrived.extend(reversed(history[batch].tolist()))
+        return arrived.pop()
 
     return run_loop(first, following, spec, len(prompt_ids), max_new_tokens, eos_ids, on_token)
+
+
+def _event_behind(device: torch.device) -> torch.cuda.Event | None:
+    """What is over once all that was enqueued so far is; None on the CPU, where it is by now."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -26,7 +26,7 @@ from .text import Text, load_text
 
 EXECUTORS = ("auto", "decodev2", "tokenloop", "oracle")
 STEPS = ("graph", "persistent")  # on CUDA: a graph of the step's kernels, or one kernel for a token
-STEPS_PER_READ = 8  # graph replays per host read: the device never waits for Python
+STEPS_PER_READ = 8  # graph replays per host read, as many again on their way meanwhile
 
 
 @dataclass
@@ -93,6 +93,7 @@ class Session:
                 step=self.graph.replay if self.graph else None,
                 steps_per_read=STEPS_PER_READ if self.graph else 1,
                 full=self.full,
+                fault=one.fault if one else None,
                 check=functools.partial(persistent.check, one) if one else None,
             )
         except BaseException:

@@ -16,7 +16,7 @@ from test_cuda_wgmma import PREFILLS
 from tiny import chain, run_of
 
 from decodev2 import gates, graph, ops, oracle, runner, step, toggles, tokenloop
-from decodev2.errors import ModelError
+from decodev2.errors import ModelError, StepError
 from decodev2.load import load_weights
 from decodev2.nf4 import Packed
 from decodev2.plan import (
@@ -509,6 +509,50 @@ def test_the_end_of_the_context(counting, steps_per_read):
     with pytest.raises(ValueError, match="41 tokens"):
         decode(state, weights, [0] * 41, 1, **options)
     assert decode(state, weights, [3], 5, **options).ids == [4, 5, 6, 7, 8]
+
+
+@needs_cuda
+@pytest.mark.parametrize(("ahead", "in_time"), [(None, 6), (1, 6), (0, 0), (2, 6)])
+def test_the_card_is_busy_while_ids_are_handed_out(counting, ahead, in_time):
+    """Four batches of two long steps: a read waits for its own, those behind it are under way."""
+    _, weights, state, captured = counting
+    busy = []
+
+    def slow():
+        captured.replay()
+        torch.cuda._sleep(2**27)  # some 70 ms
+
+    result = runner.generate(
+        state, weights, [1], 9, step=slow, steps_per_read=2, ahead=ahead,
+        on_token=lambda _: busy.append(not torch.cuda.current_stream().query()),
+    )  # fmt: skip
+    assert result.ids == list(range(2, 11))
+    assert busy == [False] + in_time * [True] + (8 - in_time) * [False]
+
+
+@needs_cuda
+@pytest.mark.parametrize("fails_at", [1, 4, 5, 12])
+def test_a_fault_comes_with_the_ids_of_its_batch(counting, fails_at):
+    _, weights, state, captured = counting
+    fault = torch.zeros(1, dtype=torch.int32, device="cuda")
+    taken, seen = [], []
+
+    def take():
+        captured.replay()
+        taken.append(None)
+        if len(taken) == fails_at:
+            fault.fill_(3)
+
+    def check():
+        raise StepError("a step failed")
+
+    with pytest.raises(StepError):
+        runner.generate(
+            state, weights, [1], 20, on_token=seen.append, step=take, steps_per_read=4,
+            fault=fault, check=check,
+        )  # fmt: skip
+    assert seen == list(range(2, 3 + (fails_at - 1) // 4 * 4))
+    assert decode(state, weights, [3], 5, by=captured, steps_per_read=4).ids == [4, 5, 6, 7, 8]
 
 
 # ---- many requests, and memory ----

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tiny import chain, run_of
 
 from decodev2 import oracle, runner, session, tokenloop
-from decodev2.errors import DecodeError, ModelError, PromptError
+from decodev2.errors import DecodeError, ModelError, PromptError, StepError
 from decodev2.load import load_weights
 from decodev2.plan import TINY_INTERNLM, TINY_LLAMA
 from decodev2.state import allocate_state
@@ -116,30 +117,68 @@ def test_a_cache_of_one_slot():
 # ---- ids read in batches ----
 
 
-@pytest.mark.parametrize("steps_per_read", (1, 2, 3, 8, 100))
-def test_reading_several_steps_at_once_changes_nothing(steps_per_read):
-    """The host reads ids every few steps: the same ids, reasons and callbacks."""
-    model = chain(TINY_LLAMA, run_of(3, 10, 11, 12, 7, *range(13, 21)))
-    weights, state = load_weights(model), allocate_state(TINY_LLAMA)
-    steps = 0
+class Stop(Exception):
+    pass
 
-    def step():
-        nonlocal steps
-        greedy_decode(state, weights)
-        steps += 1
+
+class Recorded:
+    """Eager steps of one state, and in `events` what happens in which order: "step" for a step, a
+    number for an id. The fault word is 1 from step `fails_at` (the first is 1) of a request on."""
+
+    def __init__(self, model, fails_at: int | None = None):
+        self.weights, self.state = load_weights(model), allocate_state(model.spec)
+        self.fault, self.fails_at = torch.zeros(1, dtype=torch.int32), fails_at
+        self.events = []
+
+    def step(self) -> None:
+        greedy_decode(self.state, self.weights)
+        self.events.append("step")
+        if self.steps == self.fails_at:
+            self.fault.fill_(1)
+
+    def check(self) -> None:
+        self.fault.zero_()
+        raise StepError("a step failed")
+
+    def generate(self, prompt, max_new, eos_ids=(), on_token=None, **options):
+        self.events = []
+        return runner.generate(
+            self.state, self.weights, prompt, max_new, eos_ids, on_token or self.events.append,
+            step=self.step, fault=self.fault, check=self.check, **options,
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> int:
+        return self.events.count("step")
+
+    @property
+    def ids(self) -> list[int]:
+        return [event for event in self.events if event != "step"]
+
+
+CHAIN = chain(TINY_LLAMA, run_of(3, 10, 11, 12, 7, *range(13, 21)))
+
+
+@pytest.mark.parametrize("ahead", (None, 0, 1, 3))
+@pytest.mark.parametrize("steps_per_read", (1, 2, 3, 8, 100))
+def test_reading_several_steps_at_once_changes_nothing(steps_per_read, ahead):
+    """The host reads ids every few steps, others on their way: the same ids, reasons, callbacks."""
+    recorded = Recorded(CHAIN)
 
     def generate(prompt, max_new, eos_ids=()):
-        nonlocal steps
-        seen, steps = [], 0
-        result = runner.generate(state, weights, prompt, max_new, eos_ids, seen.append,
-                                 step=step, steps_per_read=steps_per_read)  # fmt: skip
-        assert seen == result.ids
-        assert len(result.ids) - 1 <= steps <= min(max_new - 1, 16 - len(prompt))
+        result = recorded.generate(
+            prompt, max_new, eos_ids, steps_per_read=steps_per_read, ahead=ahead
+        )
+        assert recorded.ids == result.ids
+        reads = -(-(len(result.ids) - 1) // steps_per_read)
+        enqueued = (reads + (ahead or 0)) * steps_per_read if reads else 0
+        assert recorded.steps == min(enqueued, max_new - 1, 16 - len(prompt))
         return result.ids, result.stop_reason
 
     for _ in range(2):  # ids of the request before must not show
         assert generate(PROMPT, 10, (3, 7)) == ([10, 11, 12, 7], "end token 7")
         assert generate(PROMPT, 4, (7,)) == ([10, 11, 12, 7], "end token 7")
+        assert generate(PROMPT, 9, (10,)) == ([10], "end token 10")
         assert generate(PROMPT, 3) == ([10, 11, 12], "max_new_tokens")
         assert generate(PROMPT, 1) == ([10], "max_new_tokens")
         full = [10, 11, 12, 7, *range(13, 21), 0]
@@ -148,13 +187,68 @@ def test_reading_several_steps_at_once_changes_nothing(steps_per_read):
         assert generate(PROMPT, 100, (20,)) == (full[:-1], "end token 20")
 
 
+STEP = "step"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "max_new", "eos_ids", "events"),
+    [
+        (0, 8, (), [10, *[STEP] * 3, 11, 12, 7, *[STEP] * 3, 13, 14, 15, STEP, 16]),
+        (None, 8, (), [10, *[STEP] * 3, 11, 12, 7, *[STEP] * 3, 13, 14, 15, STEP, 16]),
+        (1, 8, (), [10, *[STEP] * 6, 11, 12, 7, STEP, 13, 14, 15, 16]),
+        (2, 8, (), [10, *[STEP] * 7, 11, 12, 7, 13, 14, 15, 16]),
+        (1, 100, (), [10, *[STEP] * 6, 11, 12, 7, *[STEP] * 3, 13, 14, 15, *[STEP] * 3, 16, 17, 18,
+                      19, 20, 0]),
+        (1, 8, (12,), [10, *[STEP] * 6, 11, 12]),
+        (1, 100, (14,), [10, *[STEP] * 6, 11, 12, 7, *[STEP] * 3, 13, 14]),
+        (1, 100, (10,), [10]),
+    ],
+)  # fmt: skip
+def test_the_next_batch_is_on_its_way_before_a_read(ahead, max_new, eos_ids, events):
+    recorded = Recorded(CHAIN)
+    recorded.generate(PROMPT, max_new, eos_ids, steps_per_read=3, ahead=ahead)
+    assert recorded.events == events
+
+
 def test_a_check_stands_between_a_read_and_its_ids():
     weights, state, events = load_weights(MODEL), allocate_state(TINY_LLAMA), []
     runner.generate(
         state, weights, PROMPT, 8, on_token=lambda _: events.append("id"), steps_per_read=3,
-        check=lambda: events.append("check"),
+        fault=torch.ones(1, dtype=torch.int32), check=lambda: events.append("check"),
     )  # fmt: skip
     assert events == ["id", *["check", "id", "id", "id"] * 2, "check", "id"]
+
+
+@pytest.mark.parametrize("ahead", (0, 1, 2))
+@pytest.mark.parametrize("fails_at", range(1, 12))
+def test_ids_of_a_batch_with_a_fault_are_not_handed_out(fails_at, ahead):
+    """Those of the batches before it are, though the word is set before they are read."""
+    recorded = Recorded(CHAIN, fails_at)
+    with pytest.raises(StepError):
+        recorded.generate(PROMPT, 100, steps_per_read=4, ahead=ahead)
+    before = (fails_at - 1) // 4 * 4
+    full = [10, 11, 12, 7, *range(13, 21), 0]
+    assert recorded.ids == full[: 1 + before]
+    assert recorded.steps == min(before + 4 * (1 + ahead), 12)
+    recorded.fails_at = None
+    assert recorded.generate(PROMPT, 100, steps_per_read=4, ahead=ahead).ids == full
+
+
+@pytest.mark.parametrize("error", (Stop, KeyboardInterrupt))
+@pytest.mark.parametrize("place", range(13))
+def test_a_request_broken_off_with_steps_on_their_way(place, error):
+    recorded, full = Recorded(CHAIN), [10, 11, 12, 7, *range(13, 21), 0]
+
+    def stop(token_id):
+        recorded.events.append(token_id)
+        if token_id == full[place]:
+            raise error
+
+    with pytest.raises(error):
+        recorded.generate(PROMPT, 100, on_token=stop, steps_per_read=4, ahead=1)
+    assert recorded.ids == full[: place + 1]
+    other = oracle.greedy(CHAIN, [7, 1], 9)
+    assert recorded.generate([7, 1], 9, steps_per_read=4, ahead=1).ids == other
 
 
 # ---- what is refused ----
@@ -215,9 +309,6 @@ def test_times_and_rate_fit_the_ids(executor, tiny):
 
 
 def test_an_exception_in_the_callback_leaves_the_executor_usable(executor, tiny):
-    class Stop(Exception):
-        pass
-
     def raise_stop(token_id):
         raise Stop
 

@@ -376,25 +376,31 @@ def test_on_the_cpu_there_is_one_step(random_model, capsys):
 
 
 class Played:
-    """Stands in for `persistent`: what was checked and cleared, and a fault at some check."""
+    """Stands in for `persistent`: what was checked and cleared, and a fault at some step."""
 
     def __init__(self, monkeypatch, opened, fails_at: int | None = None):
-        self.checked, self.cleared, self.fails_at = 0, 0, fails_at
+        self.taken, self.checked, self.cleared, self.fails_at = 0, 0, 0, fails_at
+        self.fault = torch.zeros(1, dtype=torch.int32)
+        self.take = functools.partial(greedy_decode, opened.state, opened.weights)
         monkeypatch.setattr(session.persistent, "check", self.check)
         monkeypatch.setattr(session.persistent, "clear", self.clear)
         opened.persistent = self
-        opened.graph = types.SimpleNamespace(
-            replay=functools.partial(greedy_decode, opened.state, opened.weights)
-        )
+        opened.graph = types.SimpleNamespace(replay=self.replay)
+
+    def replay(self) -> None:
+        self.take()
+        self.taken += 1
+        if self.taken == self.fails_at:
+            self.fault.fill_(7)
 
     def check(self, one) -> None:
-        assert one is self
+        assert one is self and int(self.fault) == 7
         self.checked += 1
-        if self.checked == self.fails_at:
-            raise StepError("the persistent step gave up waiting")
+        raise StepError("the persistent step gave up waiting")
 
     def clear(self, one) -> None:
         assert one is self
+        self.fault.zero_()
         self.cleared += 1
 
 
@@ -405,21 +411,25 @@ def on_cpu(random_model):
     opened.close()
 
 
-def test_hand_offs_are_checked_with_every_read(on_cpu, monkeypatch):
+def test_hand_offs_that_came_are_not_looked_at_again(on_cpu, monkeypatch):
     expected = on_cpu.generate([1, 2], 20).ids
     played = Played(monkeypatch, on_cpu)
     assert on_cpu.generate([1, 2], 20).ids == expected
-    assert (played.checked, played.cleared) == (3, 0)  # 19 steps, 8 a read
+    assert (played.taken, played.checked, played.cleared) == (19, 0, 0)
 
 
-def test_ids_of_a_step_that_failed_are_not_shown(on_cpu, monkeypatch):
+@pytest.mark.parametrize(
+    ("fails_at", "shown"), [(1, 1), (8, 1), (9, 9), (16, 9), (17, 17), (19, 17)]
+)
+def test_ids_of_a_step_that_failed_are_not_shown(on_cpu, monkeypatch, fails_at, shown):
+    """The fault word is read with every batch, 8 steps each."""
     expected, seen = on_cpu.generate([1, 2], 20).ids, []
-    played = Played(monkeypatch, on_cpu, fails_at=2)
+    played = Played(monkeypatch, on_cpu, fails_at)
     with pytest.raises(StepError):
         on_cpu.generate([1, 2], 20, on_token=seen.append)
-    assert seen == expected[:9] and played.cleared == 1
+    assert seen == expected[:shown] and (played.checked, played.cleared) == (1, 1)
     assert on_cpu.generate([1, 2], 20).ids == expected
-    assert played.cleared == 1
+    assert (played.checked, played.cleared) == (1, 1)
 
 
 @pytest.mark.parametrize("error", (KeyboardInterrupt, BrokenPipeError))

@@ -282,7 +282,8 @@ def _ids_wrong(rung: Rung, model, weights, live: state.DecodeState) -> int:
     """Greedy ids that are not the oracle's choice. Where the first such id is a near tie (a margin
     that the rounding of half inputs and bf16 keys explains), the comparison ends there."""
     take, check = _step(rung, live, weights)
-    found = runner.generate(live, weights, PROMPT[:4], CHECKED, chunk=1, step=take, check=check).ids
+    found = runner.generate(live, weights, PROMPT[:4], CHECKED, chunk=1, step=take).ids
+    check()
     logits = oracle.step_logits(model, PROMPT[:4] + found[:-1])[3:]
     parting = oracle.first_parting(logits, found)
     if parting is None or parting.margin < gates.CAPS["cuda"]:
