@@ -101,8 +101,7 @@ def generate(
     step: Callable[[], None] | None = None,
     steps_per_read: int = 1,
     full: ChunkGraph | None = None,
-    fault: torch.Tensor | None = None,
-    check: Callable[[], None] | None = None,
+    watch: tuple[torch.Tensor, Callable[[], None]] | None = None,
     ahead: int | None = None,
 ) -> Result:
     """Greedy tokens after `prompt_ids`. Pass no `eos_ids` to run through end tokens.
@@ -111,10 +110,11 @@ def generate(
     `replay`; left out, the eager step). The host reads ids once in `steps_per_read` steps, while
     `ahead` batches of as many run behind those that it waits for (None: 1 on CUDA, 0 on the CPU).
     Past an end token the state stands still, and no step is taken that would be too many without
-    one. `fault`, [1] int32 beside the state, is read with every batch; where it is not 0, `check()`
-    may raise before the batch's ids count. `on_token(id)` is called once per new id. After an end
-    token, and after what `on_token` or `check` raised, steps may still be on their way; later work
-    on their stream comes behind them. Raises PromptError before the state is touched.
+    one. `watch` is a fault word, [1] int32 beside the state, which is read with every batch, and
+    what is called where it is not 0: it may raise before the batch's ids count. `on_token(id)` is
+    called once per new id. After an end token, and after what either of them raised, steps may
+    still be on their way; later work on their stream comes behind them. Raises PromptError before
+    the state is touched.
     """
     spec = weights.spec
     check_prompt(spec, prompt_ids, max_new_tokens)
@@ -123,6 +123,7 @@ def generate(
     on_cuda = state.history.is_cuda
     if ahead is None:
         ahead = 1 if on_cuda else 0  # on the CPU a step is over when it returns
+    fault, on_fault = watch or (None, None)
     newest = len(prompt_ids)  # position of the newest id enqueued
     last = min(newest + max_new_tokens - 1, spec.max_seq)  # of the last id that can be wanted
     # pinned before the first step: pinning may wait for all that runs on the card
@@ -155,7 +156,7 @@ def generate(
             if copied:
                 copied.synchronize()
             if fault is not None and faults[batch][0] != 0:
-                check()
+                on_fault()
             arrived.extend(reversed(history[batch].tolist()))
         return arrived.pop()
 

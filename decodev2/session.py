@@ -93,8 +93,7 @@ class Session:
                 step=self.graph.replay if self.graph else None,
                 steps_per_read=STEPS_PER_READ if self.graph else 1,
                 full=self.full,
-                fault=one.fault if one else None,
-                check=functools.partial(persistent.check, one) if one else None,
+                watch=(one.fault, functools.partial(persistent.check, one)) if one else None,
             )
         except BaseException:
             # Steps may be on their way still, and one that failed leaves hand-offs of two layers.

@@ -549,7 +549,7 @@ def test_a_fault_comes_with_the_ids_of_its_batch(counting, fails_at):
     with pytest.raises(StepError):
         runner.generate(
             state, weights, [1], 20, on_token=seen.append, step=take, steps_per_read=4,
-            fault=fault, check=check,
+            watch=(fault, check),
         )  # fmt: skip
     assert seen == list(range(2, 3 + (fails_at - 1) // 4 * 4))
     assert decode(state, weights, [3], 5, by=captured, steps_per_read=4).ids == [4, 5, 6, 7, 8]

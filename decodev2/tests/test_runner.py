@@ -144,7 +144,7 @@ class Recorded:
         self.events = []
         return runner.generate(
             self.state, self.weights, prompt, max_new, eos_ids, on_token or self.events.append,
-            step=self.step, fault=self.fault, check=self.check, **options,
+            step=self.step, watch=(self.fault, self.check), **options,
         )  # fmt: skip
 
     @property
@@ -214,7 +214,7 @@ def test_a_check_stands_between_a_read_and_its_ids():
     weights, state, events = load_weights(MODEL), allocate_state(TINY_LLAMA), []
     runner.generate(
         state, weights, PROMPT, 8, on_token=lambda _: events.append("id"), steps_per_read=3,
-        fault=torch.ones(1, dtype=torch.int32), check=lambda: events.append("check"),
+        watch=(torch.ones(1, dtype=torch.int32), lambda: events.append("check")),
     )  # fmt: skip
     assert events == ["id", *["check", "id", "id", "id"] * 2, "check", "id"]
 
