@@ -54,6 +54,30 @@ __device__ __forceinline__ void split_bf16(float a, float b, uint32_t& high, uin
                   fabsf(b_high) <= 3.0e38f ? b - b_high : 0.0f);
 }
 
+// ---- matrices from shared memory ----------------------------------------------------------------
+
+#ifndef DECODEV2_EMULATED  // there as the names of ptx.cuh are
+
+// Four 8 x 8 matrices of 16-bit numbers; lanes 8 i .. 8 i + 7 have the addresses of the rows of
+// number i, 16 bytes each. Of matrix i, d[i] is the lane's pair 2 t, 2 t + 1 (t = lane % 4) of row
+// lane / 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of the transposed matrices.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+#endif  // DECODEV2_EMULATED
+
 // ---- RoPE ---------------------------------------------------------------------------------------
 
 // rotate-half: the pair (x[d], x[d + head_dim / 2]) turns by the angle of d. cos and sin are the

@@ -73,19 +73,6 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Byte offset of 16-byte unit u of row r in a [64][head_dim] bf16 tile: eight rows of one unit
 // column lie in eight different 16-byte bank groups.
 template <int kHeadDim>

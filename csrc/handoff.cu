@@ -91,16 +91,18 @@ __global__ void __launch_bounds__(kRoundThreads, 1) handoff_rounds(const Handoff
     const bool stays = kWay == HandoffWay::kReading;  // reads the first vector, writes the other one
     if (round == kHandoffWarmUp) start = clock64();
     uint32_t* staged = both + (round & 1) * a.words;
-    if (4 * thread < a.words) {
+    if (4 * (thread & -32) < a.words) {  // warps as a whole
+      const bool exists = 4 * thread < a.words;
       const uint32_t* from = vector_of(a, stays ? 0 : round) + 4 * thread;
-      const auto load = [&] { return load_words(from); };
+      const uint32_t tag = tag_of(round);
+      const auto load = [&] { return exists ? load_words(from) : make_uint4(tag, tag, tag, tag); };
       uint4 v;
-      if constexpr (kWay == HandoffWay::kTwoLooks) v = await(a, round, tag_of(round), load);
+      if constexpr (kWay == HandoffWay::kTwoLooks) v = await(a, round, tag, load);
       else if constexpr (kWay == HandoffWay::kOneLook) v = await_by_one_look(a, round, load);
       else v = load();
       v = untagged(v);
       sum += v.x + v.y + v.z + v.w;
-      reinterpret_cast<uint4*>(staged)[thread] = v;
+      if (exists) reinterpret_cast<uint4*>(staged)[thread] = v;
     }
     __syncthreads();
     write_own(a, staged, round, vector_of(a, stays ? 1 : round + 1));

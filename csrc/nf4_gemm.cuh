@@ -219,7 +219,7 @@ __device__ __forceinline__ void load_eight(float* v, const float* row, int k0, i
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const PrepareArguments a) {
-  __shared__ float warp_squares[kPrepareThreads / 32], warp_largest[kPrepareThreads / 32];
+  __shared__ float scratch[2 * kPrepareThreads / 32];
   const int column = blockIdx.x, thread = threadIdx.x;
   let_dependents_launch();
   wait_for_predecessors();
@@ -230,57 +230,20 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_columns(const Prepare
   const int fragments = a.groups * 8;  // of this column: [k block][2][4 t]
   const bool live = column < a.n, even = ((a.ld_x | a.cols) & 1) == 0;
   const float* row = a.x + (live ? column : 0) * a.ld_x;
-  float squares = 0.0f, largest = 0.0f;
-  for (int i = thread; live && i < fragments; i += kPrepareThreads) {
-    float v[8], w[8];
-    const int k0 = (i >> 2) * 32 + (i & 3) * 2;
-    load_eight(v, row, k0, a.cols, even);
-    if (a.norm_weight) load_eight(w, a.norm_weight, k0, a.cols, even);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      squares = fmaf(v[e], v[e], squares);
-      largest = fmaxf(largest, fabsf(a.norm_weight ? v[e] * w[e] : v[e]));
-    }
-  }
-  squares = warp_sum(squares);
-  largest = warp_max(largest);
-  if ((thread & 31) == 0) {
-    warp_squares[thread >> 5] = squares;
-    warp_largest[thread >> 5] = largest;
-  }
-  __syncthreads();
-  squares = largest = 0.0f;
-  for (int w = 0; w < kPrepareThreads / 32; ++w) {
-    squares += warp_squares[w];
-    largest = fmaxf(largest, warp_largest[w]);
-  }
-  const float norm = a.norm_weight ? rsqrtf(squares / static_cast<float>(a.cols) + a.eps) : 1.0f;
-  const float2 scale = power_of_two_scale(largest * norm);
-  if (thread == 0) a.column_scale[column] = scale.y;
-
   const int block_columns = a.column_tiles * 8;
   const int column_block = column / block_columns, in_block = column - column_block * block_columns;
   const int64_t block_bytes = static_cast<int64_t>(a.column_tiles) * kColumnTileBytes;
   uint8_t* to = a.columns + column_block * a.groups * block_bytes +
                 (in_block >> 3) * kColumnTileBytes + (in_block & 7) * 64;
-  for (int i = thread; i < fragments; i += kPrepareThreads) {
-    float v[8] = {}, w[8];
-    const int k0 = (i >> 2) * 32 + (i & 3) * 2;
-    if (live) {
-      load_eight(v, row, k0, a.cols, even);
-      if (a.norm_weight) {
-        load_eight(w, a.norm_weight, k0, a.cols, even);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = v[e] * norm * w[e];
-      }
-    }
-    half2 h[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      h[e] = __floats2half2_rn(v[2 * e] * scale.x, v[2 * e + 1] * scale.x);
-    *reinterpret_cast<uint4*>(to + (i >> 3) * block_bytes + ((i >> 2) & 1) * 512 + (i & 3) * 16) =
-        *reinterpret_cast<const uint4*>(h);
-  }
+  column_to_half<kPrepareThreads>(
+      row, live, a.norm_weight, fragments, a.cols, a.eps, scratch, a.column_scale + column, thread,
+      [&](float* v, const float* from, int i, bool) {
+        load_eight(v, from, (i >> 2) * 32 + (i & 3) * 2, a.cols, even);
+      },
+      [&](int i, const half2* h) {
+        *reinterpret_cast<uint4*>(to + (i >> 3) * block_bytes + ((i >> 2) & 1) * 512 + (i & 3) * 16) =
+            *reinterpret_cast<const uint4*>(h);
+      });
 }
 
 }  // namespace

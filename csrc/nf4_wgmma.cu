@@ -144,8 +144,6 @@ __device__ __forceinline__ void load_eight(float* v, const float* row, int k, in
 }
 
 __global__ void __launch_bounds__(kStageThreads) stage_columns(const StageArguments a) {
-  float* const warp_squares = reinterpret_cast<float*>(dynamic_shared());
-  float* const warp_largest = warp_squares + kStageThreads / 32;
   const int column = blockIdx.x, thread = threadIdx.x;
   let_dependents_launch();
   wait_for_predecessors();
@@ -153,50 +151,17 @@ __global__ void __launch_bounds__(kStageThreads) stage_columns(const StageArgume
   const int pieces = a.groups * 8;  // of 8 k
   const bool live = column < a.n, aligned = (a.ld_x & 3) == 0;
   const float* row = a.x + (live ? column : 0) * a.ld_x;
-  float squares = 0.0f, largest = 0.0f;
-  for (int i = thread; live && i < pieces; i += kStageThreads) {
-    float v[8], w[8];
-    load_eight(v, row, 8 * i, a.cols, aligned);
-    if (a.norm_weight) load_eight(w, a.norm_weight, 8 * i, a.cols, true);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      squares = fmaf(v[e], v[e], squares);
-      largest = fmaxf(largest, fabsf(a.norm_weight ? v[e] * w[e] : v[e]));
-    }
-  }
-  squares = warp_sum(squares);
-  largest = warp_max(largest);
-  if ((thread & 31) == 0) {
-    warp_squares[thread >> 5] = squares;
-    warp_largest[thread >> 5] = largest;
-  }
-  __syncthreads();
-  squares = largest = 0.0f;
-  for (int w = 0; w < kStageThreads / 32; ++w) {
-    squares += warp_squares[w];
-    largest = fmaxf(largest, warp_largest[w]);
-  }
-  const float norm = a.norm_weight ? rsqrtf(squares / static_cast<float>(a.cols) + a.eps) : 1.0f;
-  const float2 scale = power_of_two_scale(largest * norm);
-  if (thread == 0) a.column_scale[column] = scale.y;
-
   uint8_t* const to = a.columns + static_cast<int64_t>(column) * kColumnBytes;
-  for (int i = thread; i < pieces; i += kStageThreads) {
-    float v[8] = {}, w[8];
-    if (live) {
-      load_eight(v, row, 8 * i, a.cols, aligned);
-      if (a.norm_weight) {
-        load_eight(w, a.norm_weight, 8 * i, a.cols, true);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = v[e] * norm * w[e];
-      }
-    }
-    half2 h[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = __floats2half2_rn(v[2 * e] * scale.x, v[2 * e + 1] * scale.x);
-    *reinterpret_cast<uint4*>(to + (i >> 3) * static_cast<int64_t>(a.padded) * kColumnBytes + ((i ^ column) & 7) * 16) =
-        *reinterpret_cast<const uint4*>(h);
-  }
+  column_to_half<kStageThreads>(
+      row, live, a.norm_weight, pieces, a.cols, a.eps, reinterpret_cast<float*>(dynamic_shared()),
+      a.column_scale + column, thread,
+      [&](float* v, const float* from, int i, bool is_weight) {
+        load_eight(v, from, 8 * i, a.cols, aligned || is_weight);
+      },
+      [&](int i, const half2* h) {
+        *reinterpret_cast<uint4*>(to + (i >> 3) * static_cast<int64_t>(a.padded) * kColumnBytes + ((i ^ column) & 7) * 16) =
+            *reinterpret_cast<const uint4*>(h);
+      });
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // Torch-facing side of nf4_wgmma.cu.
-#include "checks.h"
-#include "launch.h"
+#include "gemm_checks.h"
 
 namespace {
 
@@ -28,43 +27,18 @@ void gemm(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
           const Optional& x_columns, const Optional& y_columns, bool pdl) {
   const c10::cuda::CUDAGuard guard(decodev2::cuda_device(x, "x"));
   DECODEV2_CHECK(runs(), "nf4_wgmma needs compute capability 9.0");
-  const int64_t n = x.size(0), cols = x.size(1), rows = y.size(1), groups = groups_of(cols);
-  const int64_t rows_per_tile = kind == 1 ? 8 : 16;
-  DECODEV2_CHECK(kind == 0 || kind == 1, "kind is ", kind, ", needs 0 plain or 1 swiglu");
-  DECODEV2_CHECK((rows + rows_per_tile - 1) / rows_per_tile == tiles, "y has ", rows, " rows, the matrix ", tiles,
-                 " tiles of ", rows_per_tile);
-  DECODEV2_CHECK(y.dim() == 2 && y.size(0) == n && y.is_cuda() && y.scalar_type() == torch::kFloat &&
-                     y.is_contiguous(),
-                 "y is ", y.sizes(), ", needs contiguous Float [", n, ", ", rows, "]");
+  check_product(x, panels, tiles, y, kind, norm_weight, bias);
+  const int64_t n = x.size(0), cols = x.size(1);
   DECODEV2_CHECK(level_exponent >= -15 && level_exponent <= 15, "level_exponent is ", level_exponent,
                  ", needs -15 to 15");
-  check_tensor(x, "x", torch::kFloat, n * cols, x);
-  check_tensor(panels, "panels", torch::kByte, tiles * groups * 544, x);
-  if (norm_weight) check_tensor(*norm_weight, "norm_weight", torch::kFloat, cols, x);
-  if (bias) check_tensor(*bias, "bias", torch::kFloat, rows, x);
   if (x_columns) check_tensor(*x_columns, "x_columns", torch::kByte, columns_bytes(cols, n), x);
-  if (y_columns) check_tensor(*y_columns, "y_columns", torch::kByte, columns_bytes(rows, n), x);
+  if (y_columns) check_tensor(*y_columns, "y_columns", torch::kByte, columns_bytes(y.size(1), n), x);
   if (!x_columns) check_tensor(workspace, "workspace", torch::kByte, columns_bytes(cols, n), x);
-  WgmmaArguments a = {};
-  a.panels = panels.const_data_ptr<uint8_t>();
-  a.x = x.const_data_ptr<float>();
+  auto a = product_arguments<WgmmaArguments>(x, panels, tiles, y, norm_weight, eps, bias, add_to_y, workspace);
   a.x_columns = data_or_null<const uint8_t>(x_columns);
-  a.y = y_columns ? nullptr : y.mutable_data_ptr<float>();
   a.y_columns = data_or_null<uint8_t>(y_columns);
-  a.norm_weight = data_or_null<const float>(norm_weight);
-  a.bias = data_or_null<const float>(bias);
-  a.residual = add_to_y ? a.y : nullptr;
-  a.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
-  a.workspace_bytes = workspace.nbytes();
-  a.ld_x = cols;
-  a.ld_y = rows;
-  a.eps = static_cast<float>(eps);
+  if (y_columns) a.y = nullptr, a.residual = nullptr;
   a.level_exponent = static_cast<int>(level_exponent);
-  a.n = static_cast<int>(n);
-  a.rows = static_cast<int>(rows);
-  a.cols = static_cast<int>(cols);
-  a.groups = static_cast<int>(groups);
-  a.tiles = static_cast<int>(tiles);
   WgmmaPlan plan = {};
   plan.multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   plan.pdl = pdl;

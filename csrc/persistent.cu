@@ -11,14 +11,14 @@
 //           and hands on x = residual * norm weight * a guess at 1 / rms; the norm's own factor comes to the sums of the
 //           product.
 //           CTA n_kv * chunk + j from the last one attends with the query heads of KV head j over one chunk of the
-//           live prefix: the last ones may have no tile of o.
+//           live prefix: the last ones may have no tile of o, nor of qkv.
 // Grid      one CTA of 512 threads per multiprocessor, cooperative launch
 // Shared    64 KB pair table, its holes holding x as half | partial sums or attention scratch | residual | who does
 //           what | ring
 // Layout    hand-offs are words in global memory whose lowest bit is the layer's parity: data and flag in one.
 //           x      half2 words in fragment order, for attention's norm (and the last one) and for the MLP's
 //           squares [hidden / 16] float32, of the residual's tiles, for each of them
-//           sums   [writers][qkv_rows] float32 | heads [chunks][q_dim] float32 | softmax [chunks][n_q] (max, sum)
+//           sums   [writers][qkv_rows] float32 | heads [chunks][q_dim / 2] (two dims, maximum, sum) float32
 //           attended, act   half2 words in fragment order (of act / 16)
 //           A word is written once a layer. Nobody writes layer l + 1 of it before everyone has read layer l: the
 //           way from a read to the next write leads through a hand-off that all CTAs take part in.
@@ -60,9 +60,10 @@ __device__ __forceinline__ uint32_t seen_barrier(const PersistentArguments& a, i
 // it, once all warps that read what is in the slot have done so.
 __device__ __forceinline__ void ask_for(const PersistentArguments& a, uint32_t zero, int layer, int stage, int slot) {
   const Shares& shares = *at<const Shares>(a.shares_at, zero);
+  const int2 stages = *reinterpret_cast<const int2*>(&shares.layer_stages);  // of a layer, and with the head's
 #pragma unroll 1
-  for (; stage >= shares.layer_stages && layer + 1 < a.n_layers; ++layer) stage -= shares.layer_stages;
-  if (stage >= shares.stages) return;
+  for (; stage >= stages.x && layer + 1 < a.n_layers; ++layer) stage -= stages.x;
+  if (stage >= stages.y) return;
   const Stage asked = reinterpret_cast<const Stage*>(&shares + 1)[stage];
   const uint8_t* matrix = a.head;
   if (asked.matrix < 4) matrix = at<const PersistentLayer>(a.layers_at, zero)[layer].matrices[asked.matrix];
@@ -76,15 +77,12 @@ __device__ __forceinline__ void ask_for(const PersistentArguments& a, uint32_t z
 
 // ---- products ------------------------------------------------------------------------------------------
 
-// x of a panel's blocks as the columns of an MMA. Block b of x lies in the hole of table row b, its two halves swapped
-// where b is odd, so that the four blocks of a panel meet in no bank.
-__device__ __forceinline__ void load_x(uint4* x, uint32_t table, int panel, int lane) {
-  if (lane < 16) {
-    const int block = lane >> 2;
-    const uint32_t at = table + (panel * kPanelBlocks + block) * 256 + 128 + (lane & 3) * 16, odd = (block & 1) * 64;
-    x[0] = load_shared_16(at + odd);
-    x[1] = load_shared_16(at + (64 - odd));
-  }
+// x of a panel as the columns of an MMA: column b has the first half of block b, column 4 + b the second one. Block b of
+// x lies in the hole of table row b, its two halves swapped where b is odd, so that the four blocks of a panel meet in
+// no bank.
+__device__ __forceinline__ uint4 load_x(uint32_t table, int panel, int lane) {
+  const int block = lane >> 2 & 3, half = lane >> 4;
+  return load_shared_16(table + (panel * kPanelBlocks + block) * 256 + 128 + ((half ^ block) & 1) * 64 + (lane & 3) * 16);
 }
 
 __device__ __forceinline__ float2 scales_of(uint32_t word) {
@@ -129,7 +127,7 @@ __device__ __forceinline__ void look_up_block(uint32_t* level, const uint4& bloc
   }
 }
 
-// c += a block of 16 rows x 64 k, by its levels or by its codes.
+// c += a block of 16 rows x 64 k, by its levels or by its codes. x[w] is 0 but in the columns of half w.
 __device__ __forceinline__ void multiply_levels(float* c, const uint32_t* level, const uint4* x) {
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
@@ -151,9 +149,9 @@ __device__ __forceinline__ void multiply_codes(float* c, const uint4& block, con
 }
 
 // Sums of batches of tiles: two buffers [tiles][slots][16], taken in turn, so that the warps may be in the next
-// batch while some of them add the sums of this one.
-__device__ __forceinline__ float* buffer_of(const PersistentArguments& a, int turn, uint32_t zero) {
-  return at<float>(kTableBytes + (turn & 1) * a.buffer_bytes, zero);
+// batch while some of them add the sums of this one. Where that of a turn lies, in bytes.
+__device__ __forceinline__ int buffer_at(const PersistentArguments& a, int turn) {
+  return kTableBytes + (turn & 1) * a.buffer_bytes;
 }
 
 // Barriers of the two buffers: all warps' sums are there; all are read.
@@ -181,7 +179,7 @@ __device__ __forceinline__ const PersistentMatrix& matrix_for(const PersistentAr
 template <int kWhich>
 constexpr bool kDirect = kWhich == kQkv || kWhich == kO || kWhich == kDown;
 
-// This lane's words of a panel of x: lanes 0 to 15 multiply with them and with those of the lane 16 further.
+// This lane's words of a panel of x.
 template <int kWhich>
 __device__ __forceinline__ uint4 look_at(const PersistentArguments& a, int panel, uint32_t tag, int lane) {
   const int block = panel * kPanelBlocks + (lane >> 2 & 3);
@@ -204,16 +202,18 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
   const uint32_t lane4 = opaque(lane * 4);
   const uint32_t table = shared_address(at<uint8_t>(0, zero)), ring = shared_address(at<uint8_t>(a.ring_at, zero));
   const uint32_t full = shared_address(at<uint8_t>(a.full_at, zero)), read = shared_address(at<uint8_t>(a.read_at, zero));
-  const uint32_t my_codes = opaque((turned & 7) * kPanelBytes + lane * 16);
-  const uint32_t my_scales = opaque((turned & 7) * kPanelBytes + kPanelBlocks * kBlockCodes + g * 8 + (t & 1) * 4);
+  const uint32_t my_codes = opaque(ring + (turned & 7) * kPanelBytes + lane * 16);  // in the ring's first slot
+  const uint32_t my_scales =
+      opaque(ring + (turned & 7) * kPanelBytes + kPanelBlocks * kBlockCodes + g * 8 + (t & 1) * 4);
   const bool parts = kWhich == kDown && list.early;
   const auto spot_at = [&](int index) { return parts ? spot_in_parts(a, list, index) : spot_of(m, batch, index); };
-  const auto sums_at = [&](int tile) {
-    return buffer_of(a, turn, zero) + (tile * m.slots + (turned & (m.slots - 1))) * kTileRows + g;
+  const auto sums_at = [&](int tile) {  // of this lane's row, in bytes into shared memory
+    return buffer_at(a, turn) +
+           ((tile * m.slots + (turned & (m.slots - 1))) * kTileRows + g + (t & 1) * (kTileRows / 2)) * 4;
   };
   const Spot first = spot_at(turned);
   int panel = first.panel;
-  float* to = sums_at(first.tile);
+  int to = sums_at(first.tile);
   cursor.slot += turned >> 3;
   if (cursor.slot == a.slots) cursor.slot = 0, cursor.parity ^= 1u;
 
@@ -228,14 +228,15 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     if (visits) barrier_wait(full + cursor.slot * 8, cursor.parity);
     // A warp that takes no panel loads what lies there: registers that only some paths fill would be taken everywhere.
     // Some of it may be on its way; nobody uses it, but racecheck would tell of it.
-    const uint32_t from = ring + cursor.slot * kStageBytes;
+    const uint32_t from = cursor.slot * kStageBytes;
     if (kArrivals > 1 && !visits) {
 #pragma unroll
       for (int b = 0; b < kPanelBlocks; ++b) block[b] = make_uint4(0, 0, 0, 0);
       scale_lo = scale_hi = 0;
     } else if constexpr (kNarrow) {
       const int behind = parts ? (index < list.early ? kStagePanels : panel - (m.panels - a.late_panels)) : panel;
-      load_narrow(block, scale_lo, scale_hi, from, m, panel, behind, parts ? a.late_panels : m.panels, turned & 7, lane);
+      load_narrow(block, scale_lo, scale_hi, ring + from, m, panel, behind, parts ? a.late_panels : m.panels, turned & 7,
+                  lane);
     } else {
 #pragma unroll
       for (int b = 0; b < kPanelBlocks; ++b) block[b] = load_shared_16(from + my_codes + b * kBlockCodes);
@@ -259,7 +260,7 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     cursor.slot += 2;
     if (cursor.slot >= a.slots) cursor.slot -= a.slots, cursor.parity ^= 1u;
     const int here = panel;
-    float* const here_to = to;
+    const int here_to = to;
     if (parts) {
       const Spot next = spot_at(index + kWarps);
       panel = next.panel;
@@ -267,7 +268,7 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     } else {
       panel += m.next_panel;
       to += m.next_sums;
-      if (panel >= m.panels) panel -= m.panels, to += m.slots * kTileRows;
+      if (panel >= m.panels) panel -= m.panels, to += m.slots * (kTileRows * 4);
     }
     if (index == turned) enter();
     if (index >= count) {
@@ -275,19 +276,17 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
       break;
     }
     const bool goes_on = index + kWarps < count;
-    uint4 x[2] = {};
+    uint4 words;
     if constexpr (kDirect<kWhich>) {
       look = await(a, kWhich, tag, look, [&] { return look_at<kWhich>(a, here, tag, lane); });
-      __syncwarp();
-      x[0] = untagged(look);
-      x[1] = make_uint4(__shfl_xor_sync(~0u, x[0].x, 16), __shfl_xor_sync(~0u, x[0].y, 16),
-                        __shfl_xor_sync(~0u, x[0].z, 16), __shfl_xor_sync(~0u, x[0].w, 16));
+      words = untagged(look);
       if (goes_on) look = look_at<kWhich>(a, panel, tag, lane);
     } else {
-      load_x(x, table, here, lane);
+      words = load_x(table, here, lane);
     }
+    const uint4 none = make_uint4(0, 0, 0, 0), x[2] = {lane < 16 ? words : none, lane < 16 ? none : words};
     if (index == turned) x_is_there();
-    float c[kPanelBlocks][4] = {};  // column b of the product is block b's
+    float c[kPanelBlocks][4] = {};  // columns b and 4 + b of the product are block b's
 #pragma unroll
     for (int b = 0; b < kPanelBlocks; ++b)
       if (b < kEarlyBlocks)
@@ -299,35 +298,34 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     sum.x += (second ? c[2][0] : c[0][0]) * s_lo.x + (second ? c[3][1] : c[1][1]) * s_lo.y;
     sum.y += (second ? c[2][2] : c[0][2]) * s_hi.x + (second ? c[3][3] : c[1][3]) * s_hi.y;
     if (to != here_to || !goes_on) {  // its last panel of the tile
-      sum.x += __shfl_xor_sync(~0u, sum.x, 1);
-      sum.y += __shfl_xor_sync(~0u, sum.y, 1);
-      if (t == 0) here_to[0] = sum.x, here_to[8] = sum.y;
+      float mine = (second ? sum.y : sum.x) + __shfl_xor_sync(~0u, second ? sum.x : sum.y, 1);
+      mine += __shfl_xor_sync(~0u, mine, 2);
+      if (t < 2) *at<float>(here_to, zero) = mine;
       sum = make_float2(0.0f, 0.0f);
     }
     if (index + kWarps >= visited) break;
   }
 }
 
-// Which sums of a tile there are when its panels are number [begin, end) of the batch: bit i is slot 2 i + lane / 16.
+// Which sums of a tile there are when its panels are number [begin, end) of the batch: bit 2 i is slot 2 i + lane / 16.
 __device__ __forceinline__ uint32_t sums_there(int begin, int end, int slots, int lane) {
-  uint32_t there = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps / 2; ++i) {
-    const int slot = 2 * i + (lane >> 4);
-    if (slot < slots && ((slot - begin) & (slots - 1)) < end - begin) there |= 1u << i;
-  }
-  return there;
+  const uint32_t from = ((1u << min(end - begin, slots)) - 1) << (begin & (slots - 1));
+  return (from | from >> slots) >> (lane >> 4);
 }
 
 // Their sum for row lane & 15, in every lane. The loads wait for nothing between them.
 __device__ __forceinline__ float add_warps(const float* tile, uint32_t there, bool all_slots, int lane) {
-  float part[kWarps / 2] = {}, sum = 0.0f;
+  float part[kWarps / 2] = {};
 #pragma unroll
   for (int i = 0; i < kWarps / 2; ++i)
     if (i < kWarps / 4 || all_slots) part[i] = tile[2 * i * kTileRows + lane];
 #pragma unroll
-  for (int i = 0; i < kWarps / 2; ++i) sum += there >> i & 1 ? part[i] : 0.0f;
-  return sum + __shfl_xor_sync(~0u, sum, 16);
+  for (int i = 0; i < kWarps / 2; ++i) part[i] = there >> 2 * i & 1 ? part[i] : 0.0f;
+#pragma unroll
+  for (int o = kWarps / 4; o; o /= 2)
+#pragma unroll
+    for (int i = 0; i < o; ++i) part[i] += part[o + i];
+  return part[0] + __shfl_xor_sync(~0u, part[0], 16);
 }
 
 // ---- the residual and x --------------------------------------------------------------------------------
@@ -374,22 +372,25 @@ __device__ __forceinline__ void find_factor(const PersistentArguments& a, uint32
                                             int lane) {
   float sum = 0.0f;
 #pragma unroll 1
-  for (int i = 4 * lane; i < a.hidden / kTileRows; i += 4 * 32) {
-    const uint4 v = await(a, kLists + 2, tag, [&] { return load_words(a.squares[norm] + i); });
+  for (int first = 0; first < a.hidden / kTileRows; first += 4 * 32) {
+    const int i = first + 4 * lane;
+    const auto looks = await(a, kLists + 2, tag, [&] {
+      return load_pieces<1>(i < a.hidden / kTileRows, tag, [&](int) { return a.squares[norm] + i; });
+    });
+    const uint4 v = looks.words[0];
     sum += (untagged(v.x) + untagged(v.y)) + (untagged(v.z) + untagged(v.w));
   }
-  __syncwarp();
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
   if (lane == 0) factor_of(a, norm, zero) = rsqrtf(sum * a.per_hidden + a.eps);
 }
 
 // x of a column, 16 bytes of a thread at a time, a second time where it has more than 8 numbers a thread.
-using Looks = Pieces<uint4, 2>;
+using Looks = Pieces<2>;
 
-__device__ __forceinline__ Looks look_at_x(const PersistentArguments& a, int norm, int first) {
+__device__ __forceinline__ Looks look_at_x(const PersistentArguments& a, int norm, uint32_t tag, int first) {
   const int pieces = a.hidden / 8;
   const uint32_t wanted = (first < pieces) | (first + kThreads < pieces) << 1;
-  return load_pieces<uint4, 2>(wanted, [&](int i) { return a.x[norm] + 4 * (first + i * kThreads); });
+  return load_pieces<2>(wanted, tag, [&](int i) { return a.x[norm] + 4 * (first + i * kThreads); });
 }
 
 __device__ __forceinline__ void stage_x(const PersistentArguments& a, uint32_t zero, int norm, uint32_t tag, int where,
@@ -397,14 +398,14 @@ __device__ __forceinline__ void stage_x(const PersistentArguments& a, uint32_t z
   const int all = a.qkv.panels * (kPanelBlocks * kGroup / 8);  // 0 behind hidden / 8
 #pragma unroll 1
   for (int first = thread; first < all; first += 2 * kThreads) {
-    if (first != thread) looks = look_at_x(a, norm, first);
-    looks = await(a, where, tag, looks, [&] { return look_at_x(a, norm, first); });
+    if (first != thread) looks = look_at_x(a, norm, tag, first);
+    looks = await(a, where, tag, looks, [&] { return look_at_x(a, norm, tag, first); });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int piece = first + i * kThreads, block = piece >> 3;
       if (piece < all)
         *at<uint4>(block * 256 + 128 + ((piece >> 2 & 1) ^ (block & 1)) * 64 + (piece & 3) * 16, zero) =
-            untagged(looks.word[i]);
+            untagged(looks.words[i]);
     }
   }
   __syncthreads();
@@ -441,17 +442,18 @@ __device__ __forceinline__ uint32_t x_tag_of(const PersistentArguments& a, int l
   return (at<const Token>(a.token_at, zero)->x_parity + layer) & 1u;
 }
 
-// The sums of tile v of a batch to whoever waits for them; one warp calls it. Whatever can be known before all sums are in
-// the buffer is, and `opaque` keeps the compiler from finding it out later: everybody waits for the rest.
+// The sums of tile v of a batch to whoever waits for them; one warp calls it. Everybody waits for what it does once all
+// sums are there. So what can be known before is, and the words' place is prefetched, or the compiler would work it out
+// later.
 template <int kWhich>
 __device__ __forceinline__ void finish_tile(const PersistentArguments& a, uint32_t zero, int layer, int turn,
                                             const List& list, const Batch& batch, int v, int lane) {
   const PersistentMatrix& m = matrix_for<kWhich>(a);
   const int tile = batch.tile + v, row = tile * kTileRows + (lane & 15);
   const int begin = v * m.panels - batch.panel;
-  uint32_t there = opaque(sums_there(max(begin, 0), min(begin + m.panels, batch.count), m.slots, lane));
+  uint32_t there = sums_there(max(begin, 0), min(begin + m.panels, batch.count), m.slots, lane);
   const bool all_slots = m.slots > kWarps / 2;
-  const float* const sums = buffer_of(a, turn, zero) + v * m.slots * kTileRows;
+  const float* const sums = at<float>(buffer_at(a, turn), zero) + v * m.slots * kTileRows;
   const float* const factors = &factor_of(a, 0, zero);
   const uint32_t tag = tag_of(a, layer, zero);
   if constexpr (kWhich == kO || kWhich == kDown) {
@@ -467,11 +469,12 @@ __device__ __forceinline__ void finish_tile(const PersistentArguments& a, uint32
     const bool parts = kWhich == kDown && list.early;
     if (parts) {
       const int early = a.down.panels - a.late_panels, late = list.early + v * a.late_panels;
-      there = opaque(sums_there(v * early, (v + 1) * early, kWarps, lane));
-      late_there = opaque(sums_there(late, late + a.late_panels, kWarps, lane));
+      there = sums_there(v * early, (v + 1) * early, kWarps, lane);
+      late_there = sums_there(late, late + a.late_panels, kWarps, lane);
     }
+    prefetch_l2(word);
     wait_for(a, kSummed, turn, zero);
-    const float before = *residual, guess = factors[1 - kNext];
+    const float before = lane < kTileRows ? *residual : 0.0f, guess = factors[1 - kNext];
     float sum = add_warps(sums, there, all_slots, lane);
     if (parts) sum += add_warps(sums + list.tiles * kWarps * kTileRows, late_there, true, lane);
     const float all = before + (kWhich == kDown ? sum / kActScale : sum);
@@ -487,6 +490,7 @@ __device__ __forceinline__ void finish_tile(const PersistentArguments& a, uint32
       word = a.qkv_sums + static_cast<int64_t>(writer) * a.qkv_rows + row;
     }
     if constexpr (kWhich == kFirstAct) word = a.act + word_of(tile * 4 + (lane & 7) / 2);
+    if constexpr (kWhich != kHead) prefetch_l2(word);
     wait_for(a, kSummed, turn, zero);
     const float by = __fdividef(factors[kNorm], factors[1 - kNorm]);
     const float sum = add_warps(sums, there, all_slots, lane) * by;
@@ -531,6 +535,8 @@ __device__ __forceinline__ void product(const PersistentArguments& a, uint32_t z
 #pragma unroll 1
     for (int v = kWarps - 1 - turned; v < batch_tiles; v += kWarps)  // the warps that have fewer panels come first
       finish_tile<kWhich>(a, zero, place.layer, place.turn, list, batch, v, lane);
+    // where there is no tile, too, or synccheck takes the arrivals for a mistake
+    if (batch_tiles == 0 && turned == 0) wait_for(a, kSummed, place.turn, zero);
     arrive_at(a, kFree, place.turn, zero, lane);
     const int stages = stages_of(batch.count);
     advance(place.cursor, stages, a.slots);
@@ -684,10 +690,8 @@ __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_cons
     if ((chunk >= token.chunks.count || token.chunks.count == 1) && chunk < kMaxChunks) {
       const uint32_t last = (token.parity + a.n_layers - 1) & 1u;
 #pragma unroll 1
-      for (int i = thread; i < per_kv * kHeadDim; i += kThreads)
-        store_word(a.heads + static_cast<int64_t>(chunk) * a.q_dim + kv_head * per_kv * kHeadDim + i, last);
-      if (thread < 2 * per_kv)
-        store_word(a.softmax + (static_cast<int64_t>(chunk) * a.n_q + kv_head * per_kv) * 2 + thread, last);
+      for (int i = thread; i < per_kv * kHeadDim / 2; i += kThreads)
+        store_words(heads_at(a, chunk, kv_head * per_kv * kHeadDim / 2 + i), make_uint4(last, last, last, last));
     }
   }
 
@@ -703,7 +707,7 @@ __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_cons
     const bool staged = (kWhich == kFirstAct && which == kFirstAct) || kWhich == kHead;
     stamp_at(which)(0, warp == 0);
     Looks looks = {};
-    if (staged) looks = look_at_x(a, kNorm, thread);
+    if (staged) looks = look_at_x(a, kNorm, x_tag, thread);
     product<kWhich, kNarrow>(
         a, zero, which, place, x_tag, warp, lane,
         [&] {

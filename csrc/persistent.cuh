@@ -42,13 +42,13 @@ struct Spot {        // of a panel of a batch
 // Gate/up comes in two parts: the first one's act travels while the second one is computed.
 enum { kQkv, kO, kFirstAct, kSecondAct, kDown, kHead, kLists };
 
-struct Shares {      // of a CTA
+struct alignas(16) Shares {  // of a CTA
   List lists[kLists];
   int layer_stages;  // of one layer
   int stages;        // and with those of the head, which follow
 };
 
-struct Stage {        // what comes into a slot of the ring, from one place or two; all in 16 bytes
+struct alignas(16) Stage {  // what comes into a slot of the ring, from one place or two; all in 16 bytes
   uint32_t offset;    // in its matrix
   uint32_t offset_2;  // of the second piece
   uint32_t size : 12, first : 12;  // of it the first piece
@@ -117,70 +117,80 @@ __device__ __forceinline__ T* at(int offset, uint32_t zero) {
 __device__ __forceinline__ uint32_t tagged(uint32_t v, uint32_t tag) { return (v & ~1u) | tag; }
 __device__ __forceinline__ uint32_t tagged(float v, uint32_t tag) { return tagged(__float_as_uint(v), tag); }
 
+// Four words, which are read as one.
+__device__ __forceinline__ void store_words(uint32_t* to, const uint4& words) {
+  store_word(to, words.x), store_word(to + 1, words.y), store_word(to + 2, words.z), store_word(to + 3, words.w);
+}
+
 // What the words carry: the same bits whatever the tag.
 __device__ __forceinline__ float untagged(uint32_t word) { return __uint_as_float(word & ~1u); }
 __device__ __forceinline__ uint4 untagged(const uint4& v) {
   return make_uint4(v.x & ~1u, v.y & ~1u, v.z & ~1u, v.w & ~1u);
 }
 
-__device__ __forceinline__ bool arrived(const uint4& v, uint32_t tag) {
-  return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 1u) == 0;
+// The lowest bit is 0 where all words are of the layer.
+__device__ __forceinline__ uint32_t other_layer(const uint4& v, uint32_t tag) {
+  return (v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag);
 }
 
-__device__ __forceinline__ bool arrived(const uint2& v, uint32_t tag) { return (((v.x ^ tag) | (v.y ^ tag)) & 1u) == 0; }
-
-// Up to kCount pieces that are waited for together, those whose bit is set in `wanted`; the others are 0.
-template <typename Word, int kCount>
+// Up to kCount pieces that are waited for together.
+template <int kCount>
 struct Pieces {
-  Word word[kCount];
-  uint32_t wanted;
+  uint4 words[kCount];
 };
 
-template <typename Word, int kCount>
-__device__ __forceinline__ bool arrived(const Pieces<Word, kCount>& v, uint32_t tag) {
-  bool all = true;
+template <int kCount>
+__device__ __forceinline__ uint32_t other_layer(const Pieces<kCount>& v, uint32_t tag) {
+  uint32_t other = other_layer(v.words[0], tag);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (v.wanted >> i & 1) all &= arrived(v.word[i], tag);
-  return all;
+  for (int i = 1; i < kCount; ++i) other |= opaque(other_layer(v.words[i], tag));  // not one chain through all words
+  return other;
 }
 
-__device__ __forceinline__ void load_into(uint2& v, const uint32_t* from) { v = load_two_words(from); }
-__device__ __forceinline__ void load_into(uint4& v, const uint32_t* from) { v = load_words(from); }
+// `opaque`: the compiler would test the words' bits one by one.
+template <typename Words>
+__device__ __forceinline__ bool arrived(const Words& v, uint32_t tag) {
+  return (opaque(other_layer(v, tag)) & 1u) == 0;
+}
 
-// Piece i lies at address(i).
-template <typename Word, int kCount, typename Address>
-__device__ __forceinline__ Pieces<Word, kCount> load_pieces(uint32_t wanted, Address address) {
-  Pieces<Word, kCount> v;
-  v.wanted = wanted;
+// Piece i lies at address(i); those whose bit is not set in `wanted` are 0, and there.
+template <int kCount, typename Address>
+__device__ __forceinline__ Pieces<kCount> load_pieces(uint32_t wanted, uint32_t tag, Address address) {
+  Pieces<kCount> v;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    v.word[i] = {};
-    if (wanted >> i & 1) load_into(v.word[i], address(i));
+    v.words[i] = make_uint4(tag, tag, tag, tag);
+    if (wanted >> i & 1) v.words[i] = load_words(address(i));
   }
   return v;
 }
 
-// What load() brings once all of it is of this layer; `first` is a look that was taken before. Two looks are on their
-// way at a time, half a round trip apart. A hand-off that never comes is written to `fault` and given up, and so is
-// then, in a thousandth of the patience, every other one: the kernel ends, the host raises. `a` has the patience and
-// the fault.
+// Whether to wait no more: a hand-off has been lost, this one or another. `a` has the patience, in cycles, and the fault.
+template <typename Arguments>
+__device__ __forceinline__ bool gives_up(const Arguments& a, int where, long long start) {
+  const long long waited = clock64() - start;
+  if (waited > a.patience) store_word(a.fault, 1u + where);
+  return __any_sync(~0u, waited > a.patience >> 10 && load_word(a.fault));
+}
+
+// What load() brings once all of it is of this layer; `first` is a look that was taken before. All lanes of a warp call
+// it and go on together. Two looks are on their way at a time, half a round trip apart. A hand-off that never comes is
+// written to the fault and given up, and so is then, in a thousandth of the patience, every other one: the kernel ends,
+// the host raises.
 template <typename Arguments, typename Words, typename Load>
 __device__ __forceinline__ Words await(const Arguments& a, int where, uint32_t tag, Words first, Load load) {
-  if (arrived(first, tag)) return first;
+  if (__all_sync(~0u, arrived(first, tag))) return first;
   const long long start = clock64();
   first = load();
   __nanosleep(kHalfRound);
+  Words second = load();
 #pragma unroll 1
-  for (;;) {
-    Words second = load();
-    if (arrived(first, tag)) return first;
-    first = second;
-    const long long waited = clock64() - start;
-    if (waited > a.patience >> 10) {
-      if (waited > a.patience) store_word(a.fault, 1u + where);
-      if (load_word(a.fault)) return first;
-    }
+  for (uint32_t looks = 0;; ++looks) {
+    if (__all_sync(~0u, arrived(first, tag))) return first;
+    first = load();
+    if (__all_sync(~0u, arrived(second, tag))) return second;
+    second = load();
+    if (looks % 16 == 0 && gives_up(a, where, start)) return first;  // what is done here the looks wait for
   }
 }
 

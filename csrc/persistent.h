@@ -26,8 +26,8 @@ struct PersistentMatrix {
   int panels;        // of a tile, ceil(groups / 4)
   float per_panels;  // 1 / panels
   int next_panel;    // as many panels on as there are warps: this many panels further in a tile
-  int next_sums;     // and this many floats further among the sums, for the tiles between
-  int slots;         // warps that take panels of one tile: a power of 2
+  int next_sums;     // and this many bytes further among the sums, for the tiles between
+  int slots;         // places for the sums of one tile's warps: 8 or 16
   int batch;         // tiles whose sums fit a buffer
   int tile_bytes;
   int narrower;      // bytes that a tile's last panel has less than the others
@@ -51,8 +51,7 @@ struct PersistentArguments {
   int* candidate_ids;
   // hand-offs: words whose lowest bit is a parity; all ones before the first launch
   uint32_t* qkv_sums;         // [kMaxWriters][qkv_rows]
-  uint32_t* heads;            // [kMaxChunks][q_dim], of chunks that are merged
-  uint32_t* softmax;          // [kMaxChunks][n_q][2]
+  uint32_t* heads;            // [kMaxChunks][q_dim / 2][4], of chunks that are merged: two dims, maximum and sum
   uint32_t* attended;         // [q_dim / 64][32], attention's column, half2 in fragment order
   uint32_t* x[2];             // [hidden / 64][32], of the residual for attention's norm and for the MLP's, the same
   uint32_t* squares[2];       // [hidden / 16], of the residual's tiles, for each norm
@@ -68,8 +67,9 @@ struct PersistentArguments {
   int n_layers, hidden, q_dim, intermediate, vocab, n_kv, head_dim, max_seq;
   // from here on filled by plan_persistent
   PersistentMatrix qkv, o, gate_up, down, head_matrix;
+  int ctas;                   // of the grid
   int qkv_unit;               // panels that stay together: 1, or a whole tile
-  int ctas;                         // of the grid
+  int qkv_ctas;               // the first ones, which share qkv
   int most_chunks;                  // of the live prefix, each of a CTA per KV head
   float per_hidden;                 // 1 / hidden
   int late_panels;            // of a tile of down, those that need an act of the second part

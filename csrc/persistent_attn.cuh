@@ -7,16 +7,17 @@ namespace decodev2 {
 
 template <int kHeadDim>
 struct Scratch {  // overlays the sums
-  static constexpr int kPitch = kHeadDim * 2 + 16;  // bytes between query rows
+  static constexpr int kPitch = kHeadDim * 2 + 64;  // bytes between query rows: two of them meet in no bank
   // first: [8 high, 8 low][kHeadDim] bf16, the queries
   static constexpr int kKey = 16 * kPitch;           // the newest key and value, bf16
   static constexpr int kValue = kKey + 2 * kHeadDim;
-  static constexpr int kNorms = kValue + 2 * kHeadDim;  // [kAttending][8] maxima and sums
-  static constexpr int kBytes = kNorms + kAttending * kHeadsPerKv * 8;
-  // in the table's holes, x of a product at other times: what the warps have, [kAttending][kPairs] float2. A warp writes
-  // 32 in a row at a time, so no two meet in a bank: [2][kHeadDim / 64][4][32], see pair_of
-  static constexpr int kPairs = kHeadsPerKv * kHeadDim / 2;
-  static_assert(kAttending * kHeadsPerKv * kHeadDim * 4 <= kHoles * 128);
+  static constexpr int kWeightPitch = kShortChunk * 2 + 16;
+  static constexpr int kWeights = kValue + 2 * kHeadDim;  // [8 high, 8 low][kShortChunk] bf16, of the positions
+  static constexpr int kTops = kWeights + 16 * kWeightPitch;  // [8][kAttending] float, the warps' largest scores
+  static constexpr int kSums = kTops + kHeadsPerKv * kAttending * 4;  // the same, sums of their weights
+  static constexpr int kBytes = kSums + kHeadsPerKv * kAttending * 4;
+  // in the table's holes, x of a product at other times: the chunk's values, [kShortChunk][kHeadDim] bf16
+  static_assert(kShortChunk * kHeadDim * 2 <= kHoles * 128);
 };
 
 #ifdef DECODEV2_HOPPER
@@ -31,9 +32,15 @@ __device__ __forceinline__ Chunks chunks_of(const PersistentArguments& a, int li
   return {length, (live + length - 1) / length};
 }
 
-// Float2 number `pair` of the holes.
-__device__ __forceinline__ float2& in_holes(uint8_t* table, int pair) {
-  return *reinterpret_cast<float2*>(table + (pair >> 4) * 256 + 128 + (pair & 15) * 8);
+// What a chunk has of pair `pair` of attention's column.
+__device__ __forceinline__ uint32_t* heads_at(const PersistentArguments& a, int chunk, int pair) {
+  return a.heads + (static_cast<int64_t>(chunk) * (a.q_dim / 2) + pair) * 4;
+}
+
+// 16 bytes number `piece` of value `row` of the chunk, in the holes. Eight rows of one piece meet in no bank.
+template <int kHeadDim>
+__device__ __forceinline__ uint8_t* value_at(uint8_t* table, int row, int piece) {
+  return table + (row * (kHeadDim / 64) + (piece >> 3)) * 256 + 128 + ((piece ^ row) & 7) * 16;
 }
 
 // This KV head's queries to the scratch: sums of writers, bias, RoPE, scale, as bf16 high and low; with `newest` also its
@@ -49,38 +56,38 @@ __device__ __forceinline__ void stage_queries(const PersistentArguments& a, uint
   if ((thread & -32) >= (kHeadsPerKv + 2 * newest) * kLanes) return;  // warps as a whole: RoPE shuffles
   const bool is_query = head < kHeadsPerKv, is_key = head == kHeadsPerKv;
   const bool exists = is_query ? head < per_kv : newest && head < kHeadsPerKv + 2;
+  const float4* turn = at<const float4>(a.turns_at, zero) + d % (kHeadDim / 2) / 2;  // cos, sin; of the next dim
+  const float4 turns[4] = {turn[0], turn[1], turn[2], turn[3]};
   float v[8] = {};
+  const int row = (is_query ? kv_head * per_kv + head : a.n_q + (is_key ? 0 : a.n_kv) + kv_head) * kHeadDim + d;
+  int writers = 0;
   if (exists) {
-    const int row = (is_query ? kv_head * per_kv + head : a.n_q + (is_key ? 0 : a.n_kv) + kv_head) * kHeadDim + d;
     if (bias) {
       const float4* from = reinterpret_cast<const float4*>(bias + row);
       const float4 low = from[0], high = from[1];
       v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
     }
-    const int writers = at<const uint8_t>(a.writers_at, zero)[row / kTileRows];
+    writers = at<const uint8_t>(a.writers_at, zero)[row / kTileRows];
+  }
 #pragma unroll 1
-    for (int first = 0; first < writers; first += 2) {  // two writers at a time, two quads of each
-      const uint32_t* from = a.qkv_sums + static_cast<int64_t>(first) * a.qkv_rows + row;
-      const uint32_t wanted = writers - first > 1 ? 15 : 3;
-      const auto look = [&] {
-        return load_pieces<uint4, 4>(wanted, [&](int i) { return from + (i >> 1) * a.qkv_rows + (i & 1) * 4; });
-      };
-      const auto words = await(a, kLists, tag, look);
+  for (int first = 0; __any_sync(~0u, first < writers); first += 2) {  // two writers at a time, two quads of each
+    const uint32_t* from = a.qkv_sums + static_cast<int64_t>(first) * a.qkv_rows + row;
+    const uint32_t wanted = writers - first > 1 ? 15 : writers > first ? 3 : 0;
+    const auto words = await(a, kLists, tag, [&] {
+      return load_pieces<4>(wanted, tag, [&](int i) { return from + (i >> 1) * a.qkv_rows + (i & 1) * 4; });
+    });
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float* to = v + (i & 1) * 4;
-        to[0] += untagged(words.word[i].x), to[1] += untagged(words.word[i].y);
-        to[2] += untagged(words.word[i].z), to[3] += untagged(words.word[i].w);
-      }
+    for (int i = 0; i < 4; ++i) {
+      float* to = v + (i & 1) * 4;
+      to[0] += untagged(words.words[i].x), to[1] += untagged(words.words[i].y);
+      to[2] += untagged(words.words[i].z), to[3] += untagged(words.words[i].w);
     }
   }
-  __syncwarp();
   const bool second = 2 * d >= kHeadDim;
-  const float4* turn = at<const float4>(a.turns_at, zero) + d % (kHeadDim / 2) / 2;  // cos, sin; of the next dim
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float other[2] = {__shfl_xor_sync(~0u, v[2 * i], kLanes / 2), __shfl_xor_sync(~0u, v[2 * i + 1], kLanes / 2)};
-    const float4 by = turn[i];
+    const float4 by = turns[i];
     if (is_query || is_key) {
       v[2 * i] = v[2 * i] * by.x + (second ? other[0] : -other[0]) * by.y;
       v[2 * i + 1] = v[2 * i + 1] * by.z + (second ? other[1] : -other[1]) * by.w;
@@ -102,13 +109,6 @@ __device__ __forceinline__ void stage_queries(const PersistentArguments& a, uint
   }
 }
 
-// Which head, and which first of two dims, the float2 number `pair` of a warp's is of.
-template <int kHeadDim>
-__device__ __forceinline__ int2 pair_of(int pair) {
-  const int t = pair >> 3 & 3, g = pair & 7, j = pair >> 5 & 3, rest = pair >> 7;
-  return make_int2(2 * t + rest / (kHeadDim / 64), rest % (kHeadDim / 64) * 64 + 8 * g + 2 * j);
-}
-
 // Two neighbouring elements of attention's column, times `by`.
 __device__ __forceinline__ void publish_attended(const PersistentArguments& a, int pair, float2 v, float by,
                                                  uint32_t tag) {
@@ -116,102 +116,145 @@ __device__ __forceinline__ void publish_attended(const PersistentArguments& a, i
   store_word(a.attended + word_of(pair), tagged(*reinterpret_cast<const uint32_t*>(&both), tag));
 }
 
-// Keys and values of 16 positions: rows position_of(...) of one KV head.
+// Keys of 16 positions of one KV head.
 template <int kHeadDim>
-struct Rows {
-  static constexpr int kKeyWords = kHeadDim / 32, kValueWords = kHeadDim / 64;
-  uint4 key[2][kKeyWords];      // of position 8 u + lane / 4, 16 B number lane % 4 + 4 i
-  uint4 value[kValueWords][4];  // of position 2 (lane % 4) + (r & 1) + 8 (r / 2), 16 B number lane / 4 + 8 i
+struct Keys {
+  static constexpr int kWords = kHeadDim / 32;
+  uint4 word[2][kWords];  // of position 8 u + lane / 4, 16 B number lane % 4 + 4 i
 };
 
-// Those of positions below `limit`; the others are 0.
+// Keys from position `first` on; those from `limit` on are 0.
 template <int kHeadDim>
-__device__ __forceinline__ Rows<kHeadDim> load_rows(const uint16_t* keys, const uint16_t* values, int64_t stride,
-                                                    int first, int limit, int max_seq, int lane) {
-  Rows<kHeadDim> rows = {};
-  const int g = lane >> 2, t = lane & 3;
+__device__ __forceinline__ Keys<kHeadDim> load_keys(const uint16_t* keys, int64_t stride, int first, int limit,
+                                                    int lane) {
+  Keys<kHeadDim> loaded = {};
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    const int position = first + 8 * u + g;
-    const uint4* row = reinterpret_cast<const uint4*>(keys + min(position, max_seq - 1) * stride) + t;
+    const int position = first + 8 * u + lane / 4;
+    const uint4* row = reinterpret_cast<const uint4*>(keys + position * stride) + lane % 4;
     if (position < limit)
 #pragma unroll
-      for (int i = 0; i < Rows<kHeadDim>::kKeyWords; ++i) rows.key[u][i] = row[4 * i];
+      for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) loaded.word[u][i] = row[4 * i];
   }
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const int position = first + 2 * t + (r & 1) + 8 * (r >> 1);
-    const uint4* row = reinterpret_cast<const uint4*>(values + min(position, max_seq - 1) * stride) + g;
-    if (position < limit)
-#pragma unroll
-      for (int i = 0; i < Rows<kHeadDim>::kValueWords; ++i) rows.value[i][r] = row[8 * i];
-  }
-  return rows;
+  return loaded;
 }
 
-// A warp's part of attention, up to 16 positions at a time, and what comes of it to the scratch and the holes.
-// `meet_queries` waits until the queries and the newest row are in the scratch.
-template <int kHeadDim, typename Meet>
-__device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_t* table, uint8_t* scratch,
-                                            const uint16_t* keys, const uint16_t* values, int64_t stride, int first,
-                                            int end, int newest, int warp, int lane, Meet meet_queries) {
+// A warp's 16 values, from row `row` of the chunk and position `first` on, to the holes; those from `limit` on are 0.
+template <int kHeadDim>
+__device__ __forceinline__ void stage_values(uint8_t* table, const uint16_t* values, int64_t stride, int row, int first,
+                                             int limit, int lane) {
+  constexpr int kPieces = kHeadDim / 8, kRows = 32 / kPieces;
+  const int piece = lane % kPieces, in_warp = lane / kPieces;
+  uint4 value[16 / kRows];
+#pragma unroll
+  for (int i = 0; i < 16 / kRows; ++i) {
+    const int position = first + in_warp + kRows * i;
+    value[i] = make_uint4(0, 0, 0, 0);
+    if (position < limit) value[i] = reinterpret_cast<const uint4*>(values + position * stride)[piece];
+  }
+#pragma unroll
+  for (int i = 0; i < 16 / kRows; ++i)
+    *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, row + in_warp + kRows * i, piece)) = value[i];
+}
+
+// The queries' scores with 16 keys: p[u][e] is that of head lane / 4 with position 8 u + 2 (lane % 4) + e.
+template <int kHeadDim>
+__device__ __forceinline__ void score(float p[2][2], const uint8_t* scratch, const Keys<kHeadDim>& keys, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float c[2][4] = {}, d[2][4] = {};  // rows are heads (high, then low part of the query), columns positions
+#pragma unroll
+  for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) {
+    const uint4 upper = reinterpret_cast<const uint4*>(scratch + g * Scratch<kHeadDim>::kPitch)[4 * i + t];
+    const uint4 lower = reinterpret_cast<const uint4*>(scratch + (8 + g) * Scratch<kHeadDim>::kPitch)[4 * i + t];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const uint4& key = keys.word[u][i];
+      mma_bf16(c[u], upper.x, lower.x, upper.y, lower.y, key.x, key.y);
+      mma_bf16(d[u], upper.z, lower.z, upper.w, lower.w, key.z, key.w);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < 2; ++u)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) p[u][e] = (c[u][e] + d[u][e]) + (c[u][2 + e] + d[u][2 + e]);
+}
+
+// One KV head's queries over one chunk of the live prefix, up to kShortChunk positions at a time. Half of the warps fetch
+// keys and values while the others prepare the queries. A warp then has 16 positions' scores, and later 16 dims' sums over
+// all positions. Of several chunks the results (not divided by the sum), maximum and sum go to heads, for merge_chunks; of
+// the only one what it comes to goes to `attended`.
+template <int kHeadDim, bool kTimed>
+__device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint32_t zero, const Token& token, int layer,
+                                             uint32_t tag, int thread) {
   using S = Scratch<kHeadDim>;
-  using R = Rows<kHeadDim>;
-  const int g = lane >> 2, t = lane & 3, lane_of_pair = t * 8 + g, limit = min(end, newest);
-  R rows = load_rows<kHeadDim>(keys, values, stride, first, limit, a.max_seq, lane);
-  meet_queries();
-  if (first >= end) return;
-  float top = kMinusInfinity, sum = 0.0f;
+  constexpr int kAttendingThreads = 32 * kAttending, kDimWarps = kHeadDim / 16;
+  static_assert(kAttending == 8 && kDimWarps <= kAttending);
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int position = token.position, kv_head = token.kv_head;
+  const int begin = token.chunk * token.chunks.length, end = min(begin + token.chunks.length, position + 1);
+  const bool newest = token.chunk == token.chunks.count - 1, attends = warp < kAttending;
+  const int limit = min(end, min(position, a.max_seq));  // what lies behind it is not in the cache
+  const int64_t stride = static_cast<int64_t>(a.n_kv) * kHeadDim;
+  uint16_t* const keys = a.k_cache + layer * static_cast<int64_t>(a.max_seq) * stride + kv_head * kHeadDim;
+  uint16_t* const values = a.v_cache + layer * static_cast<int64_t>(a.max_seq) * stride + kv_head * kHeadDim;
+  uint8_t* const table = at<uint8_t>(0, zero);
+  uint8_t* const scratch = at<uint8_t>(kTableBytes, zero);
+  float* const tops = reinterpret_cast<float*>(scratch + S::kTops) + g * kAttending;
+  float* const sums = reinterpret_cast<float*>(scratch + S::kSums);
+
+  float top = kMinusInfinity;  // of head g
+  float total[2] = {};         // of heads 2 t, 2 t + 1
+  float out[2][2] = {};        // [e][i]: dim 16 warp + g + 8 i of head 2 t + e
 #pragma unroll 1
-  for (bool begins = true;; begins = false) {
-    if (newest - first < 16) {  // the newest row is one of these: it comes from the scratch
+  for (int first = begin; first < end; first += kShortChunk) {
+    __syncthreads();  // the scratch is the buffers' place, the holes are x's, or the round before was read
+    const int mine = first + 16 * warp;
+    Keys<kHeadDim> loaded = {};
+    if (attends) {
+      loaded = load_keys<kHeadDim>(keys, stride, mine, limit, lane);
+      stage_values<kHeadDim>(table, values, stride, 16 * warp, mine, limit, lane);
+    } else if (first == begin) {
+      const bool kept = in_cache(position, a.max_seq);
+      stage_queries<kHeadDim>(a, zero, scratch, at<const PersistentLayer>(a.layers_at, zero)[layer].qkv_bias,
+                              kept ? keys + position * stride : nullptr, kept ? values + position * stride : nullptr,
+                              kv_head, newest, tag, thread - kAttendingThreads);
+    }
+    __syncthreads();
+    stamp<kTimed>(a, layer, kStamps - 4, first == begin && thread == 0);
+    if (!attends) continue;
+
+    if (newest && static_cast<unsigned>(position - mine) < 16) {  // the newest row comes from the scratch
       const uint4* const row = reinterpret_cast<const uint4*>(scratch + S::kKey);
 #pragma unroll
-      for (int i = 0; i < R::kKeyWords; ++i) {
+      for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) {
         const uint4 key = row[4 * i + t];
 #pragma unroll
-        for (int u = 0; u < 2; ++u) rows.key[u][i] = first + 8 * u + g == newest ? key : rows.key[u][i];
+        for (int u = 0; u < 2; ++u)
+          if (mine + 8 * u + g == position) loaded.word[u][i] = key;
       }
-#pragma unroll
-      for (int i = 0; i < R::kValueWords; ++i) {
-        const uint4 value = row[kHeadDim / 8 + 8 * i + g];
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-          rows.value[i][r] = first + 2 * t + (r & 1) + 8 * (r >> 1) == newest ? value : rows.value[i][r];
-      }
+      if (lane < kHeadDim / 8)
+        *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, position - first, lane)) = row[kHeadDim / 8 + lane];
     }
-    // scores: rows are heads (high, then low part of the query), columns positions
-    float c[2][4] = {};
-    uint4 query[R::kKeyWords][2];
-#pragma unroll
-    for (int i = 0; i < R::kKeyWords; ++i) {
-      const uint32_t at = shared_address(scratch) + g * S::kPitch + i * 64 + t * 16;
-      query[i][0] = load_shared_16(at);
-      query[i][1] = load_shared_16(at + 8 * S::kPitch);
-    }
-#pragma unroll
-    for (int i = 0; i < R::kKeyWords; ++i) {
-      const uint4 upper = query[i][0], lower = query[i][1];
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        mma_bf16(c[u], upper.x, lower.x, upper.y, lower.y, rows.key[u][i].x, rows.key[u][i].y);
-        mma_bf16(c[u], upper.z, lower.z, upper.w, lower.w, rows.key[u][i].z, rows.key[u][i].w);
-      }
-    }
-    float p[2][2], highest = top;
+    float p[2][2];
+    score<kHeadDim>(p, scratch, loaded, lane);
+    float highest = kMinusInfinity;
 #pragma unroll
     for (int u = 0; u < 2; ++u)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        p[u][e] = first + 8 * u + 2 * t + e < end ? c[u][e] + c[u][2 + e] : kMinusInfinity;
+        if (mine + 8 * u + 2 * t + e >= end) p[u][e] = kMinusInfinity;
         highest = fmaxf(highest, p[u][e]);
       }
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));  // finite: there is a position
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    if (t == 0) tops[warp] = highest;
+    meet(1, kAttendingThreads);
+    const float4 low = reinterpret_cast<const float4*>(tops)[0], high = reinterpret_cast<const float4*>(tops)[1];
+    highest = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+    highest = fmaxf(highest, top);  // finite: there is a position
     const float by = partial_weight(top, highest);
-    sum *= by;
     top = highest;
-    uint32_t upper[2], lower[2];
+    float sum = 0.0f;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
 #pragma unroll
@@ -219,114 +262,57 @@ __device__ __forceinline__ void attend_warp(const PersistentArguments& a, uint8_
         p[u][e] = exp2_approx(p[u][e] - top);
         sum += p[u][e];
       }
-      split_bf16(p[u][0], p[u][1], upper[u], lower[u]);
+      uint32_t upper, lower;
+      split_bf16(p[u][0], p[u][1], upper, lower);
+      uint32_t* const to = reinterpret_cast<uint32_t*>(scratch + S::kWeights + g * S::kWeightPitch) + 8 * warp + 4 * u + t;
+      to[0] = upper;
+      to[8 * S::kWeightPitch / 4] = lower;
     }
-    // values: rows are dims, columns heads; the sums go to the holes
-    float2* const to = &in_holes(table, warp * S::kPairs + lane_of_pair);
-    const auto place = [&](int e, int i, int j) -> float2& {  // 32 pairs lie in two holes
-      return to[((e * R::kValueWords + i) * 4 + j) * (2 * 256 / static_cast<int>(sizeof(float2)))];
-    };
-    float acc[R::kValueWords][4][4] = {};  // [i][j]: dims 64 i + 8 g + 2 j (+ 1) of heads 2t and 2t + 1
-    if (!begins) {
-      const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
-#pragma unroll
-      for (int i = 0; i < R::kValueWords; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float2 before = place(e, i, j);
-            acc[i][j][e] = by_head[e] * before.x, acc[i][j][2 + e] = by_head[e] * before.y;
-          }
-    }
-#pragma unroll
-    for (int i = 0; i < R::kValueWords; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t word[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) word[r] = reinterpret_cast<const uint32_t*>(&rows.value[i][r])[j];
-        const uint32_t a0 = byte_permute(word[0], word[1], 0x5410), a1 = byte_permute(word[0], word[1], 0x7632);
-        const uint32_t a2 = byte_permute(word[2], word[3], 0x5410), a3 = byte_permute(word[2], word[3], 0x7632);
-        mma_bf16(acc[i][j], a0, a1, a2, a3, upper[0], upper[1]);
-        mma_bf16(acc[i][j], a0, a1, a2, a3, lower[0], lower[1]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) place(e, i, j) = make_float2(acc[i][j][e], acc[i][j][2 + e]);
-      }
-    }
-    first += kShortChunk;
-    if (first >= end) break;
-    rows = load_rows<kHeadDim>(keys, values, stride, first, limit, a.max_seq, lane);
-  }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  if (t == 0) reinterpret_cast<float2*>(scratch + S::kNorms)[warp * kHeadsPerKv + g] = make_float2(top, sum);
-}
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (t == 0) sums[g * kAttending + warp] = sum;
+    const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
+    meet(1, kAttendingThreads);
+    stamp<kTimed>(a, layer, kStamps - 3, first == begin && thread == 0);
+    if (warp >= kDimWarps) continue;
 
-// One KV head's queries over one chunk of the live prefix: half of the warps attend, the others prepare the queries. Of
-// several chunks the results (not divided by the sum) and (max, sum) go to heads and softmax, for merge_chunks; of the
-// only one what it comes to goes to `attended`.
-template <int kHeadDim, bool kTimed>
-__device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint32_t zero, const Token& token, int layer,
-                                             uint32_t tag, int thread) {
-  using S = Scratch<kHeadDim>;
-  const int warp = thread >> 5, lane = thread & 31, position = token.position, kv_head = token.kv_head;
-  const int begin = token.chunk * token.chunks.length, end = min(begin + token.chunks.length, position + 1);
-  const bool newest = token.chunk == token.chunks.count - 1;
-  const int64_t stride = static_cast<int64_t>(a.n_kv) * kHeadDim;
-  uint16_t* const keys = a.k_cache + layer * static_cast<int64_t>(a.max_seq) * stride + kv_head * kHeadDim;
-  uint16_t* const values = a.v_cache + layer * static_cast<int64_t>(a.max_seq) * stride + kv_head * kHeadDim;
-  uint8_t* const table = at<uint8_t>(0, zero);
-  uint8_t* const scratch = at<uint8_t>(kTableBytes, zero);
-  __syncthreads();  // the scratch is the buffers' place
-  if (warp < kAttending) {
-    attend_warp<kHeadDim>(a, table, scratch, keys, values, stride, begin + 16 * warp, end,
-                          newest ? position : 1 << 30, warp, lane, [] { meet(1, kThreads); });
-  } else {
-    const bool kept = in_cache(position, a.max_seq);
-    stage_queries<kHeadDim>(a, zero, scratch, at<const PersistentLayer>(a.layers_at, zero)[layer].qkv_bias,
-                            kept ? keys + position * stride : nullptr, kept ? values + position * stride : nullptr,
-                            kv_head, newest, tag, thread - 32 * kAttending);
-    meet(1, kThreads);
-    stamp<kTimed>(a, layer, kStamps - 4, thread == 32 * kAttending);
+    float acc[4][4] = {};  // rows are dims, columns heads; by the weights' high and low parts, of even and odd k
+    const uint32_t from = shared_address(scratch + S::kWeights + ((lane >> 4) * 8 + (lane & 7)) * S::kWeightPitch) +
+                          (lane >> 3 & 1) * 16;
+#pragma unroll
+    for (int k = 0; k < kShortChunk / 16; ++k) {
+      uint32_t value[4], weight[4];
+      load_matrices_transposed(
+          value, shared_address(value_at<kHeadDim>(table, 16 * k + (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1))));
+      load_matrices(weight, from + 32 * k);
+      mma_bf16(acc[k & 1], value[0], value[1], value[2], value[3], weight[0], weight[1]);
+      mma_bf16(acc[2 + (k & 1)], value[0], value[1], value[2], value[3], weight[2], weight[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        out[e][i] = out[e][i] * by_head[e] + ((acc[0][2 * i + e] + acc[1][2 * i + e]) + (acc[2][2 * i + e] + acc[3][2 * i + e]));
+      const float4* const parts = reinterpret_cast<const float4*>(sums) + 2 * (2 * t + e);
+      const float4 one = parts[0], other = parts[1];
+      total[e] = total[e] * by_head[e] + (((one.x + one.y) + (one.z + one.w)) + ((other.x + other.y) + (other.z + other.w)));
+    }
   }
-  __syncthreads();
-  stamp<kTimed>(a, layer, kStamps - 3, thread == 0);
-  const int active = min(kAttending, (end - begin + 15) / 16);
-  const int2 mine = pair_of<kHeadDim>(thread);
-  static_assert(S::kPairs <= kThreads);
-  if (thread < S::kPairs && mine.x < a.per_kv) {  // a thread's pair of neighbours, over the warps
-    // all loads before the first use: what a warp without a position has left there counts nothing
-    constexpr int kPartStride = S::kPairs / 16 * 256 / static_cast<int>(sizeof(float2));
-    const float2* const parts = &in_holes(table, thread);
-    float2 norm[kAttending], part[kAttending];
+  stamp<kTimed>(a, layer, kStamps - 2, thread == 0);
+  if (warp < kDimWarps) {
+    const bool odd = g & 1;  // who has an odd dim gives it away and takes the even one 8 dims further
 #pragma unroll
-    for (int w = 0; w < kAttending; ++w) {
-      norm[w] = reinterpret_cast<const float2*>(scratch + S::kNorms)[w * kHeadsPerKv + mine.x];
-      part[w] = parts[w * kPartStride];
-    }
-    float highest = kMinusInfinity, total = 0.0f;
-    float2 v = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < kAttending; ++w) highest = fmaxf(highest, w < active ? norm[w].x : kMinusInfinity);
-#pragma unroll
-    for (int w = 0; w < kAttending; ++w) {
-      const float by = w < active ? exp2_approx(norm[w].x - highest) : 0.0f;
-      total += w < active ? by * norm[w].y : 0.0f;
-      v.x += w < active ? by * part[w].x : 0.0f, v.y += w < active ? by * part[w].y : 0.0f;
-    }
-    stamp<kTimed>(a, layer, kStamps - 2, thread == 0);
-    const int head = kv_head * a.per_kv + mine.x, at_dim = head * kHeadDim + mine.y;
-    if (token.chunks.count == 1) {
-      publish_attended(a, at_dim / 2, v, __fdividef(1.0f, total), tag);
-    } else {
-      uint32_t* to = a.heads + static_cast<int64_t>(token.chunk) * a.q_dim + at_dim;
-      store_word(to, tagged(v.x, tag));
-      store_word(to + 1, tagged(v.y, tag));
-      if (mine.y == 0) {
-        to = a.softmax + (static_cast<int64_t>(token.chunk) * a.n_q + head) * 2;
-        store_word(to, tagged(highest, tag));
-        store_word(to + 1, tagged(total, tag));
+    for (int e = 0; e < 2; ++e) {
+      const float taken = __shfl_xor_sync(~0u, odd ? out[e][0] : out[e][1], 4);
+      const float2 pair = odd ? make_float2(taken, out[e][1]) : make_float2(out[e][0], taken);
+      const float top_of_head = __shfl_sync(~0u, top, 8 * t + 4 * e);
+      const int in_kv = 2 * t + e, head = kv_head * a.per_kv + in_kv, dim = 16 * warp + (odd ? g + 7 : g);
+      if (in_kv >= a.per_kv) continue;
+      if (token.chunks.count == 1) {
+        publish_attended(a, (head * kHeadDim + dim) / 2, pair, __fdividef(1.0f, total[e]), tag);
+      } else {
+        store_words(heads_at(a, token.chunk, (head * kHeadDim + dim) / 2),
+                    make_uint4(tagged(pair.x, tag), tagged(pair.y, tag), tagged(top_of_head, tag), tagged(total[e], tag)));
       }
     }
   }
@@ -349,19 +335,16 @@ __device__ __forceinline__ void merge_chunks(const PersistentArguments& a, const
   for (int first = begin; first < end; first += kThreads / lanes) {
     const int i = first + thread / lanes;
     const bool exists = chunk < chunks && i < end;
-    const uint32_t* const from = a.heads + static_cast<int64_t>(chunk) * a.q_dim + 2 * (kv_head * pairs + i);
-    const uint32_t* const norms =
-        a.softmax + (static_cast<int64_t>(chunk) * a.n_q + kv_head * a.per_kv + 2 * i / kHeadDim) * 2;
-    const auto v = await(a, kLists + 1, tag, [&] {
-      return load_pieces<uint2, 2>(exists ? 3 : 0, [&](int piece) { return piece ? norms : from; });
+    const auto words = await(a, kLists + 1, tag, [&] {
+      return load_pieces<1>(exists, tag, [&](int) { return heads_at(a, chunk, kv_head * pairs + i); });
     });
-    __syncwarp();
-    const float mine = exists ? untagged(v.word[1].x) : kMinusInfinity;
+    const uint4 v = words.words[0];
+    const float mine = exists ? untagged(v.z) : kMinusInfinity;
     float top = mine;
 #pragma unroll 1
     for (int o = lanes / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     const float by = partial_weight(mine, top);
-    float total = by * untagged(v.word[1].y), x = by * untagged(v.word[0].x), y = by * untagged(v.word[0].y);
+    float total = by * untagged(v.w), x = by * untagged(v.x), y = by * untagged(v.y);
 #pragma unroll 1
     for (int o = lanes / 2; o; o >>= 1) {
       total += __shfl_xor_sync(~0u, total, o);

@@ -19,8 +19,8 @@ PersistentMatrix matrix_of(int rows, int cols) {
   m.panels = (m.groups + kPanelBlocks - 1) / kPanelBlocks;
   m.per_panels = 1.0f / static_cast<float>(m.panels);
   m.next_panel = kWarps % m.panels;
-  m.slots = kWarps % m.panels ? kWarps : m.panels;
-  m.next_sums = kWarps / m.panels * m.slots * kTileRows;
+  m.slots = kWarps % m.panels ? kWarps : std::max(m.panels, kWarps / 2);
+  m.next_sums = kWarps / m.panels * m.slots * kTileRows * 4;
   m.tile_bytes = m.groups * kBlockBytes;
   m.narrower = (m.panels * kPanelBlocks - m.groups) * kBlockBytes;
   return m;
@@ -88,11 +88,22 @@ int most_writers(const PersistentMatrix& m, int unit, int ctas) {
   return most;
 }
 
+// Panels of the warp that has most.
+int rounds(const PersistentMatrix& m, int unit, int ctas) { return ceil_divide(most_panels(m, unit, ctas), kWarps); }
+
 // Whole tiles have one writer, so less is read; a finer division is worth it where the CTA that has most then takes fewer
 // rounds of its warps.
 int choose_unit(const PersistentMatrix& m, int ctas) {
-  const auto rounds = [&](int unit) { return ceil_divide(most_panels(m, unit, ctas), kWarps); };
-  return rounds(m.panels) <= rounds(1) || most_writers(m, 1, ctas) > kMaxWriters ? m.panels : 1;
+  return rounds(m, m.panels, ctas) <= rounds(m, 1, ctas) || most_writers(m, 1, ctas) > kMaxWriters ? m.panels : 1;
+}
+
+// CTAs that share qkv. Three quarters will do where each of their warps then has one panel at most: the last ones attend,
+// and are there when q is.
+int choose_qkv_ctas(const PersistentArguments& a) {
+  int ctas = a.ctas;
+  if (a.first_tiles < ctas) return ctas;  // all must have a part of it, see plan_persistent
+  while (4 * (ctas - 1) >= 3 * a.ctas && rounds(a.qkv, a.qkv_unit, ctas - 1) == 1) --ctas;
+  return ctas;
 }
 
 // The stages of a list, batch by batch, to `out` if there is one; how many.
@@ -128,7 +139,7 @@ int fill_stages(const PersistentArguments& a, const PersistentMatrix& m, const L
 // Shares and stages of a CTA to `out` if there is room; how many stages. `second` is what second_tiles says.
 int fill_shares(const PersistentArguments& a, const std::vector<int>& second, int cta, uint8_t* out) {
   Shares shares = {};
-  shares.lists[kQkv] = share_of(a.qkv, a.qkv_unit, cta, a.ctas);
+  shares.lists[kQkv] = share_of(a.qkv, a.qkv_unit, cta, a.qkv_ctas);
   shares.lists[kO] = share_of(a.o, a.o.panels, cta, a.ctas);
   const int begin = share(a.first_tiles, cta, a.ctas), end = share(a.first_tiles, cta + 1, a.ctas);
   const int before = a.first_tiles + std::accumulate(second.begin(), second.begin() + cta, 0);
@@ -215,6 +226,7 @@ const char* plan_persistent(PersistentArguments& a, int multiprocessors, int sha
   }
   if (a.ctas < a.n_kv) return "there are more KV heads than multiprocessors with a share of the layer";
   a.most_chunks = std::min(kMaxChunks, a.ctas / a.n_kv);
+  a.qkv_ctas = choose_qkv_ctas(a);
   a.per_hidden = 1.0f / static_cast<float>(a.hidden);
   *shared_bytes = lay_out(a, kFewestSums, shared_limit);
   if (a.slots < 4) return "shared memory has no room for the ring";
@@ -234,8 +246,8 @@ void fill_tables(const PersistentArguments& a, uint8_t* tables) {
   for (int cta = 0; cta < a.ctas; ++cta, tables += shares_bytes(a)) fill_shares(a, second, cta, tables);
   const int64_t per_tile = a.qkv.panels / a.qkv_unit, units = a.qkv.tiles * per_tile;
   for (int tile = 0; tile < a.qkv.tiles; ++tile, ++tables) {
-    const int first = owner_of(tile * per_tile, units, a.ctas);
-    tables[0] = static_cast<uint8_t>(owner_of((tile + 1) * per_tile - 1, units, a.ctas) - first + 1);
+    const int first = owner_of(tile * per_tile, units, a.qkv_ctas);
+    tables[0] = static_cast<uint8_t>(owner_of((tile + 1) * per_tile - 1, units, a.qkv_ctas) - first + 1);
     tables[a.qkv.tiles] = static_cast<uint8_t>(first);
   }
 }
@@ -251,8 +263,7 @@ int64_t lay_out_words(PersistentArguments& a, uint32_t* words) {
   a.done = a.launch ? a.launch + 1 : nullptr;
   a.fault = take(1);
   a.qkv_sums = take(static_cast<int64_t>(kMaxWriters) * a.qkv_rows);
-  a.heads = take(static_cast<int64_t>(kMaxChunks) * a.q_dim);
-  a.softmax = take(static_cast<int64_t>(kMaxChunks) * a.n_q * 2);
+  a.heads = take(static_cast<int64_t>(kMaxChunks) * a.q_dim * 2);
   a.attended = take(static_cast<int64_t>(a.o.groups) * 32);
   a.act = take(static_cast<int64_t>(a.down.groups) * 32);
   for (int norm = 0; norm < 2; ++norm) {

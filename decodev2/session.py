@@ -25,7 +25,8 @@ from .state import DecodeState, allocate_state
 from .text import Text, load_text
 
 EXECUTORS = ("auto", "decodev2", "tokenloop", "oracle")
-STEPS = ("graph", "persistent")  # on CUDA: a graph of the step's kernels, or one kernel for a token
+# on CUDA: a graph of the step's kernels, or one kernel for a token; auto: that where it can run
+STEPS = ("auto", "graph", "persistent")
 STEPS_PER_READ = 8  # graph replays per host read, as many again on their way meanwhile
 
 
@@ -117,7 +118,8 @@ def open_session(
     """Load a packed model and warm it up. `chr_path` defaults to FOLDER.chr beside the folder.
 
     `auto` picks Decode V2. `chunk` is prompt columns per pass, left to the device if None. `step`
-    persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model.
+    persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model; auto
+    takes one kernel where it can and no toggle asks for other kernels.
     Raises a DecodeError subclass, in one line, when folder and file do not fit.
     """
     if executor not in EXECUTORS:
@@ -157,13 +159,18 @@ def _loaded(
         session.generate([0], 2 if model.spec.max_seq > 1 else 1, ignore_eos=True)
         if state is not None and device != "cpu":
             session.full = full_chunk(state, weights)
-            if step == "persistent":
+            if step == "persistent" or (step == "auto" and _prefers_persistent(model.spec)):
                 session.persistent, session.graph = _persistent_or_none(state, weights)
             session.graph = session.graph or capture_or_none(state, weights)
         elif step == "persistent":
             print("decodev2: no persistent step on the CPU; stepping by its ops", file=sys.stderr)
         session.warmup_s = time.perf_counter() - loaded
     return session
+
+
+def _prefers_persistent(spec: ArchSpec) -> bool:
+    """Whether one kernel, which is the faster one wherever it runs, does what the toggles ask for."""
+    return toggles.current == toggles.Toggles(linear="gemv") and not persistent.why_not(spec)
 
 
 def _persistent_or_none(state: DecodeState, weights: ModelWeights):

@@ -317,6 +317,15 @@ def test_a_session_answers_as_by_the_graph(packed, opened):
 
 
 @needs_hopper
+def test_auto_takes_one_kernel_unless_toggles_ask_for_others(packed):
+    for changes, one in (({}, True), ({"attention": "two_launch"}, False), ({"linear": "mma"}, False)):
+        with toggles.using(linear="gemv"), toggles.using(**changes):
+            opened = session.open_session(packed, device="cuda", step="auto")
+        assert (opened.persistent is not None) == one and opened.graph is not None
+        opened.close()
+
+
+@needs_hopper
 def test_a_cancelled_request_leaves_nothing_behind(opened):
     """Cancelled while steps of the same read are on their way, at every place in it."""
     expected = opened.generate([1, 2], 150, ignore_eos=True).ids

@@ -28,7 +28,7 @@ def test_phases_of_a_time_line():
     assert found["x of qkv"] == {"cycles": 60.0, "cycles_least": 60.0, "cycles_most": 60.0}
     assert found["attention"] == {"cycles": 160.0, "cycles_least": 120.0, "cycles_most": 160.0}
     assert found["gate, up"]["cycles"] == 300.0
-    assert found["attention: one sum"]["cycles"] == 20.0
+    assert found["attention: values"]["cycles"] == 20.0
     assert found["a layer"]["cycles"] == 2000.0
     assert list(found) == [*experiment.PHASES, *experiment.INSIDE, "a layer"]
 

@@ -360,7 +360,7 @@ def test_end_token_text_is_the_templates(talker):
 
 def test_a_step_that_does_not_exist_is_named(random_model):
     with pytest.raises(
-        DecodeError, match="step 'magic' is unknown; needs one of graph, persistent"
+        DecodeError, match="step 'magic' is unknown; needs one of auto, graph, persistent"
     ):
         open_session(random_model, step="magic")
 

@@ -47,10 +47,10 @@ PHASES = {
     "x of down": (14, 17),
     "down": (17, 18),
 }
-INSIDE = {  # attention, of the last CTA: queries are there, every warp's scores and sums, one sum
+INSIDE = {  # attention, of the last CTA: queries are there, the weights of its positions, its sums
     "attention: queries": (2, 20),
-    "attention: scores, values": (20, 21),
-    "attention: one sum": (21, 22),
+    "attention: scores": (20, 21),
+    "attention: values": (21, 22),
     "attention: handed on": (22, 23),
 }
 WAITS = ("x of qkv", "x of o", "x of gate, up", "x of down")

@@ -79,15 +79,17 @@ def host_timed(row: dict, column: str) -> bool:
 
 
 def parse(output: str) -> tuple[int, int, str]:
-    """(cases, reports, summary line and what was left out) of what a tool and the target under it
-    printed."""
+    """(cases, reports, summary) of what a tool and the target under it printed. The summary is the
+    tool's line, its first report and where, and what was left out."""
     done = re.search(r"(\d+) cases done", output)
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
     counts = [int(n) for line in summaries for n in re.findall(r"(\d+) (?:error|hazard)", line)]
     if not summaries:
         return 0, 1, _last_line(output)
-    summary = "; ".join([summaries[-1], *re.findall(r"left out: .*", output)])
-    return int(done.group(1)) if done else 0, max(counts, default=1), summary
+    first = re.search(r"^=+ (?!COMPUTE-|\w+ SUMMARY)(\S.*)(?:\n=+ +(at .*))?", output, re.MULTILINE)
+    told = [f"first: {' '.join(filter(None, first.groups()))}"] if first else []
+    summary = "; ".join([summaries[-1], *told, *re.findall(r"left out: .*", output)])
+    return int(done.group(1)) if done else 0, max(counts, default=1), _plain(summary)
 
 
 def _row(tool_path: str, tool: str, timeout_s: int) -> dict:
@@ -119,4 +121,9 @@ def _row(tool_path: str, tool: str, timeout_s: int) -> dict:
 
 def _last_line(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return re.sub(r"(?:/[\w.+-]+){2,}", "...", lines[-1])[:200] if lines else "nothing was printed"
+    return _plain(lines[-1])[:200] if lines else "nothing was printed"
+
+
+def _plain(text: str) -> str:
+    """Without the paths of a machine."""
+    return re.sub(r"(?:/[\w.+-]+){2,}", "...", text)

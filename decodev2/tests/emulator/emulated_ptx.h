@@ -32,7 +32,6 @@ inline void store_word(uint32_t* to, uint32_t word) {
   *to = word;
 }
 inline uint32_t load_word(const uint32_t* from) { return *from; }
-inline uint2 load_two_words(const uint32_t* from) { return *reinterpret_cast<const uint2*>(from); }
 inline uint4 load_words(const uint32_t* from) { return *reinterpret_cast<const uint4*>(from); }
 
 inline void add_word(uint32_t* to, uint32_t word) { *to += word; }
@@ -65,6 +64,19 @@ inline void mma_m16n8k16(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32
 }
 inline void mma_bf16(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulator::multiply(c, {a0, a1, a2, a3}, {b0, b1}, bfloat_value);
+}
+
+inline void load_matrices(uint32_t (&d)[4], uint32_t address) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; ++i) d[i] = load_shared<uint32_t>(__shfl_sync(~0u, address, 8 * i + lane / 4) + lane % 4 * 4);
+}
+inline void load_matrices_transposed(uint32_t (&d)[4], uint32_t address) {
+  const int lane = threadIdx.x & 31, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    d[i] = 0;
+    for (int e = 0; e < 2; ++e)
+      d[i] |= load_shared_2(__shfl_sync(~0u, address, 8 * i + 2 * t + e) + lane / 4 * 2) << 16 * e;
+  }
 }
 
 inline void all_ctas_meet() { emulator::meet(emulator::everyone, emulator::grid.x * emulator::block.x); }

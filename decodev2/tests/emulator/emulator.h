@@ -408,6 +408,12 @@ inline uint32_t __reduce_xor_sync(unsigned all, uint32_t value) {
   for (int mask = 16; mask; mask >>= 1) value ^= __shfl_xor_sync(all, value, mask);
   return value;
 }
+inline bool __any_sync(unsigned all, bool value) {
+  uint32_t any = value;
+  for (int mask = 16; mask; mask >>= 1) any |= __shfl_xor_sync(all, any, mask);
+  return any;
+}
+inline bool __all_sync(unsigned all, bool value) { return !__any_sync(all, !value); }
 inline void atomicXor(uint32_t* to, uint32_t value) { *to ^= value; }
 template <typename T>
 inline T __shfl_down_sync(unsigned all, T value, int by) {
