@@ -317,12 +317,12 @@ def test_a_session_answers_as_by_the_graph(packed, opened):
 
 
 @needs_hopper
-def test_auto_takes_one_kernel_unless_toggles_ask_for_others(packed):
-    for changes, one in (({}, True), ({"attention": "two_launch"}, False), ({"linear": "mma"}, False)):
-        with toggles.using(linear="gemv"), toggles.using(**changes):
-            opened = session.open_session(packed, device="cuda", step="auto")
-        assert (opened.persistent is not None) == one and opened.graph is not None
-        opened.close()
+@pytest.mark.parametrize("attention, one", [("one_launch", True), ("two_launch", False)])
+def test_auto_takes_one_kernel_unless_toggles_ask_for_others(packed, attention, one):
+    with toggles.using(linear="gemv", attention=attention):
+        opened = session.open_session(packed, device="cuda", step="auto")
+    assert (opened.persistent is not None) == one and opened.graph is not None
+    opened.close()
 
 
 @needs_hopper
