@@ -221,9 +221,8 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
     }
     __syncthreads();
     stamp<kTimed>(a, layer, kStamps - 4, first == begin && thread == 0);
-    if (!attends) continue;
-
-    if (newest && static_cast<unsigned>(position - mine) < 16) {  // the newest row comes from the scratch
+    float p[2][2], by = 1.0f;
+    if (attends && newest && static_cast<unsigned>(position - mine) < 16) {  // the newest row comes from the scratch
       const uint4* const row = reinterpret_cast<const uint4*>(scratch + S::kKey);
 #pragma unroll
       for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) {
@@ -235,47 +234,51 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
       if (lane < kHeadDim / 8)
         *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, position - first, lane)) = row[kHeadDim / 8 + lane];
     }
-    float p[2][2];
-    score<kHeadDim>(p, scratch, loaded, lane);
-    float highest = kMinusInfinity;
+    if (attends) {
+      score<kHeadDim>(p, scratch, loaded, lane);
+      float highest = kMinusInfinity;
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
+      for (int u = 0; u < 2; ++u)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (mine + 8 * u + 2 * t + e >= end) p[u][e] = kMinusInfinity;
-        highest = fmaxf(highest, p[u][e]);
-      }
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-    if (t == 0) tops[warp] = highest;
-    meet(1, kAttendingThreads);
-    const float4 low = reinterpret_cast<const float4*>(tops)[0], high = reinterpret_cast<const float4*>(tops)[1];
-    highest = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
-    highest = fmaxf(highest, top);  // finite: there is a position
-    const float by = partial_weight(top, highest);
-    top = highest;
-    float sum = 0.0f;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        p[u][e] = exp2_approx(p[u][e] - top);
-        sum += p[u][e];
-      }
-      uint32_t upper, lower;
-      split_bf16(p[u][0], p[u][1], upper, lower);
-      uint32_t* const to = reinterpret_cast<uint32_t*>(scratch + S::kWeights + g * S::kWeightPitch) + 8 * warp + 4 * u + t;
-      to[0] = upper;
-      to[8 * S::kWeightPitch / 4] = lower;
+        for (int e = 0; e < 2; ++e) {
+          if (mine + 8 * u + 2 * t + e >= end) p[u][e] = kMinusInfinity;
+          highest = fmaxf(highest, p[u][e]);
+        }
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      if (t == 0) tops[warp] = highest;
     }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (t == 0) sums[g * kAttending + warp] = sum;
-    const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
-    meet(1, kAttendingThreads);
+    __syncthreads();  // of all warps: behind a barrier of some of them racecheck tells of races that are none
+    if (attends) {
+      const float4 low = reinterpret_cast<const float4*>(tops)[0], high = reinterpret_cast<const float4*>(tops)[1];
+      const float highest = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)),
+                                  fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+      by = partial_weight(top, fmaxf(highest, top));
+      top = fmaxf(highest, top);  // finite: there is a position
+      float sum = 0.0f;
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          p[u][e] = exp2_approx(p[u][e] - top);
+          sum += p[u][e];
+        }
+        uint32_t upper, lower;
+        split_bf16(p[u][0], p[u][1], upper, lower);
+        uint32_t* const to =
+            reinterpret_cast<uint32_t*>(scratch + S::kWeights + g * S::kWeightPitch) + 8 * warp + 4 * u + t;
+        to[0] = upper;
+        to[8 * S::kWeightPitch / 4] = lower;
+      }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (t == 0) sums[g * kAttending + warp] = sum;
+    }
+    __syncthreads();
     stamp<kTimed>(a, layer, kStamps - 3, first == begin && thread == 0);
     if (warp >= kDimWarps) continue;
 
+    const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
     float acc[4][4] = {};  // rows are dims, columns heads; by the weights' high and low parts, of even and odd k
     const uint32_t from = shared_address(scratch + S::kWeights + ((lane >> 4) * 8 + (lane & 7)) * S::kWeightPitch) +
                           (lane >> 3 & 1) * 16;

@@ -29,14 +29,15 @@ RACES = """========= COMPUTE-SANITIZER
     [
         ("84 cases done\n========= ERROR SUMMARY: 0 errors\n",
          (84, 0, "ERROR SUMMARY: 0 errors")),
-        ("========= ERROR SUMMARY: 2 errors\n", (0, 2, "ERROR SUMMARY: 2 errors")),
+        ("parted at /a/b/c\n========= ERROR SUMMARY: 2 errors\n",
+         (0, 2, "ERROR SUMMARY: 2 errors; the target: parted at ...")),
         ("84 cases done\n" + RACES,
          (84, 3, "RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning); "
                  "first: Error: Race reported between Write access at persistent_step")),
         ("========= COMPUTE-SANITIZER\n========= Barrier error detected. Divergent thread(s) in "
          "block\n=========     at attend+0x80 in /a/b/c.cuh:7\n========= ERROR SUMMARY: 8 errors\n",
          (0, 8, "ERROR SUMMARY: 8 errors; first: Barrier error detected. Divergent thread(s) in "
-                "block at attend+0x80 in ...:7")),
+                "block at attend+0x80 in ...:7; the target: nothing was printed")),
         ("Traceback\nboom at /a/b/c.py", (0, 1, "boom at ...")),
         ("", (0, 1, "nothing was printed")),
     ],

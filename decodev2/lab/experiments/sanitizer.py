@@ -80,7 +80,8 @@ def host_timed(row: dict, column: str) -> bool:
 
 def parse(output: str) -> tuple[int, int, str]:
     """(cases, reports, summary) of what a tool and the target under it printed. The summary is the
-    tool's line, its first report and where, and what was left out."""
+    tool's line, its first report and where, what was left out, and the last word of a target that
+    did not come to its end."""
     done = re.search(r"(\d+) cases done", output)
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
     counts = [int(n) for line in summaries for n in re.findall(r"(\d+) (?:error|hazard)", line)]
@@ -88,6 +89,8 @@ def parse(output: str) -> tuple[int, int, str]:
         return 0, 1, _last_line(output)
     first = re.search(r"^=+ (?!COMPUTE-|\w+ SUMMARY)(\S.*)(?:\n=+ +(at .*))?", output, re.MULTILINE)
     told = [f"first: {' '.join(filter(None, first.groups()))}"] if first else []
+    if not done:
+        told.append(f"the target: {_last_line(re.sub('(?m)^=+ .*', '', output))}")
     summary = "; ".join([summaries[-1], *told, *re.findall(r"left out: .*", output)])
     return int(done.group(1)) if done else 0, max(counts, default=1), _plain(summary)
 
