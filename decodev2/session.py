@@ -118,9 +118,8 @@ def open_session(
     """Load a packed model and warm it up. `chr_path` defaults to FOLDER.chr beside the folder.
 
     `auto` picks Decode V2. `chunk` is prompt columns per pass, left to the device if None. `step`
-    persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model; auto
-    takes one kernel where it can and no toggle asks for other kernels.
-    Raises a DecodeError subclass, in one line, when folder and file do not fit.
+    persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model;
+    auto takes one kernel where it can and no toggle asks for other kernels. Raises a DecodeError subclass, in one line, when folder and file do not fit.
     """
     if executor not in EXECUTORS:
         raise DecodeError(f"executor {executor!r} is unknown; needs one of {', '.join(EXECUTORS)}")
@@ -169,7 +168,7 @@ def _loaded(
 
 
 def _prefers_persistent(spec: ArchSpec) -> bool:
-    """Whether one kernel, which is the faster one wherever it runs, does what the toggles ask for."""
+    """Whether one kernel, the faster one wherever it runs, does what the toggles ask for."""
     return toggles.current == toggles.Toggles(linear="gemv") and not persistent.why_not(spec)
 
 
