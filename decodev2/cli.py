@@ -431,8 +431,8 @@ def _model_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     sub.add_argument(
         "--step", default="auto", choices=("auto", "graph", "persistent"),
-        help="on CUDA: a graph of the step's kernels, or one kernel for the whole token; auto takes "
-        "the latter where it can",
+        help="on CUDA: a graph of the step's kernels, or one kernel for the whole token; "
+        "auto takes the latter where it can",
     )  # fmt: skip
     sub.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
 

@@ -119,7 +119,8 @@ def open_session(
 
     `auto` picks Decode V2. `chunk` is prompt columns per pass, left to the device if None. `step`
     persistent takes the graph, with a notice on stderr, where one kernel cannot hold the model;
-    auto takes one kernel where it can and no toggle asks for other kernels. Raises a DecodeError subclass, in one line, when folder and file do not fit.
+    auto takes one kernel where it can and no toggle asks for other kernels. Raises a DecodeError
+    subclass, in one line, when folder and file do not fit.
     """
     if executor not in EXECUTORS:
         raise DecodeError(f"executor {executor!r} is unknown; needs one of {', '.join(EXECUTORS)}")
