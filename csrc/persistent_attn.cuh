@@ -222,19 +222,18 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
     __syncthreads();
     stamp<kTimed>(a, layer, kStamps - 4, first == begin && thread == 0);
     float p[2][2], by = 1.0f;
-    if (attends && newest && static_cast<unsigned>(position - mine) < 16) {  // the newest row comes from the scratch
-      const uint4* const row = reinterpret_cast<const uint4*>(scratch + S::kKey);
-#pragma unroll
-      for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) {
-        const uint4 key = row[4 * i + t];
-#pragma unroll
-        for (int u = 0; u < 2; ++u)
-          if (mine + 8 * u + g == position) loaded.word[u][i] = key;
-      }
-      if (lane < kHeadDim / 8)
-        *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, position - first, lane)) = row[kHeadDim / 8 + lane];
-    }
     if (attends) {
+      const bool has_newest = newest && static_cast<unsigned>(position - mine) < 16;  // it comes from the scratch
+      const uint4* const row = reinterpret_cast<const uint4*>(scratch + S::kKey);
+      if (has_newest) {
+#pragma unroll
+        for (int i = 0; i < Keys<kHeadDim>::kWords; ++i) {
+          const uint4 key = row[4 * i + t];
+#pragma unroll
+          for (int u = 0; u < 2; ++u)
+            if (mine + 8 * u + g == position) loaded.word[u][i] = key;
+        }
+      }
       score<kHeadDim>(p, scratch, loaded, lane);
       float highest = kMinusInfinity;
 #pragma unroll
@@ -247,6 +246,8 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
       if (t == 0) tops[warp] = highest;
+      if (has_newest && lane < kHeadDim / 8)
+        *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, position - first, lane)) = row[kHeadDim / 8 + lane];
     }
     __syncthreads();  // of all warps: behind a barrier of some of them racecheck tells of races that are none
     if (attends) {
@@ -278,44 +279,51 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
     stamp<kTimed>(a, layer, kStamps - 3, first == begin && thread == 0);
     if (warp >= kDimWarps) continue;
 
-    const float by_head[2] = {__shfl_sync(~0u, by, 8 * t), __shfl_sync(~0u, by, 8 * t + 4)};
     float acc[4][4] = {};  // rows are dims, columns heads; by the weights' high and low parts, of even and odd k
-    const uint32_t from = shared_address(scratch + S::kWeights + ((lane >> 4) * 8 + (lane & 7)) * S::kWeightPitch) +
-                          (lane >> 3 & 1) * 16;
+    const int matrix_row = (lane >> 4) * 8 + (lane & 7), matrix = lane >> 3 & 1;
+    const uint32_t weights = shared_address(scratch + S::kWeights + matrix_row * S::kWeightPitch) + matrix * 16;
+    const uint32_t dims = shared_address(value_at<kHeadDim>(table, matrix_row, 2 * warp + matrix));
 #pragma unroll
     for (int k = 0; k < kShortChunk / 16; ++k) {
       uint32_t value[4], weight[4];
-      load_matrices_transposed(
-          value, shared_address(value_at<kHeadDim>(table, 16 * k + (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1))));
-      load_matrices(weight, from + 32 * k);
+      load_matrices_transposed(value, dims + k * (16 * kHeadDim / 64 * 256));  // 16 values on
+      load_matrices(weight, weights + 32 * k);
       mma_bf16(acc[k & 1], value[0], value[1], value[2], value[3], weight[0], weight[1]);
       mma_bf16(acc[2 + (k & 1)], value[0], value[1], value[2], value[3], weight[2], weight[3]);
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        out[e][i] = out[e][i] * by_head[e] + ((acc[0][2 * i + e] + acc[1][2 * i + e]) + (acc[2][2 * i + e] + acc[3][2 * i + e]));
+      const float by_head = __shfl_sync(~0u, by, 8 * t + 4 * e);
       const float4* const parts = reinterpret_cast<const float4*>(sums) + 2 * (2 * t + e);
       const float4 one = parts[0], other = parts[1];
-      total[e] = total[e] * by_head[e] + (((one.x + one.y) + (one.z + one.w)) + ((other.x + other.y) + (other.z + other.w)));
+      total[e] = total[e] * by_head + (((one.x + one.y) + (one.z + one.w)) + ((other.x + other.y) + (other.z + other.w)));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        out[e][i] = out[e][i] * by_head + ((acc[0][2 * i + e] + acc[1][2 * i + e]) + (acc[2][2 * i + e] + acc[3][2 * i + e]));
     }
   }
   stamp<kTimed>(a, layer, kStamps - 2, thread == 0);
   if (warp < kDimWarps) {
     const bool odd = g & 1;  // who has an odd dim gives it away and takes the even one 8 dims further
+    const int dim = 16 * warp + (odd ? g + 7 : g);
+    float2 pair[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float taken = __shfl_xor_sync(~0u, odd ? out[e][0] : out[e][1], 4);
-      const float2 pair = odd ? make_float2(taken, out[e][1]) : make_float2(out[e][0], taken);
-      const float top_of_head = __shfl_sync(~0u, top, 8 * t + 4 * e);
-      const int in_kv = 2 * t + e, head = kv_head * a.per_kv + in_kv, dim = 16 * warp + (odd ? g + 7 : g);
-      if (in_kv >= a.per_kv) continue;
-      if (token.chunks.count == 1) {
-        publish_attended(a, (head * kHeadDim + dim) / 2, pair, __fdividef(1.0f, total[e]), tag);
-      } else {
-        store_words(heads_at(a, token.chunk, (head * kHeadDim + dim) / 2),
-                    make_uint4(tagged(pair.x, tag), tagged(pair.y, tag), tagged(top_of_head, tag), tagged(total[e], tag)));
+      pair[e] = odd ? make_float2(taken, out[e][1]) : make_float2(out[e][0], taken);
+    }
+    const auto at_pair = [&](int e) { return ((kv_head * a.per_kv + 2 * t + e) * kHeadDim + dim) / 2; };
+    if (token.chunks.count == 1) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (2 * t + e < a.per_kv) publish_attended(a, at_pair(e), pair[e], __fdividef(1.0f, total[e]), tag);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float top_of_head = __shfl_sync(~0u, top, 8 * t + 4 * e);
+        if (2 * t + e < a.per_kv)
+          store_words(heads_at(a, token.chunk, at_pair(e)), make_uint4(tagged(pair[e].x, tag), tagged(pair[e].y, tag),
+                                                                       tagged(top_of_head, tag), tagged(total[e], tag)));
       }
     }
   }
