@@ -30,6 +30,8 @@ __device__ __forceinline__ float warp_max(float v) {
 
 // Quads of x, and of the norm's weight, that a thread keeps in registers; what is beyond them it reads twice.
 constexpr int kKept = 2;
+// The same of x in the ring for wide inputs, which no norm goes with: all of 27,648.
+constexpr int kKeptWide = 12;
 // Blocks of a warp's first panel whose levels are looked up before x is there, 16 registers each.
 constexpr int kBlocksAhead = 1;
 // The two share the registers of a thread. A captured step of Qwen2.5-3B on an H200, two runs, by blocks / quads:
@@ -75,22 +77,23 @@ __device__ __forceinline__ float stage_half(const GemvArguments& a, uint8_t* x_s
 
 // Writes x [K] as half fragments (zero up to whole panels) and returns the factor that undoes its scaling.
 // All threads of the CTA call it; it waits for the kernels before and ends with a barrier.
+template <int kKeptX>
 __device__ __forceinline__ float stage_x(const GemvArguments& a, const NormWeight& weight, uint8_t* x_shared, float* scratch,
                          int thread, int threads) {
   wait_for_predecessors();
   if (a.x_half) return stage_half(a, x_shared, thread, threads);
   const bool norm = a.norm_weight != nullptr;
   const int quads = a.cols / 4, rest = a.cols - quads * 4;
-  float4 kept[kKept];
+  float4 kept[kKeptX];
   float local = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) {
+  for (int i = 0; i < kKeptX; ++i) {
     const int q = thread + i * threads;
     kept[i] = q < quads ? reinterpret_cast<const float4*>(a.x)[q] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) local = accumulate(local, kept[i], norm);
-  for (int q = thread + kKept * threads; q < quads; q += threads)
+  for (int i = 0; i < kKeptX; ++i) local = accumulate(local, kept[i], norm);
+  for (int q = thread + kKeptX * threads; q < quads; q += threads)
     local = accumulate(local, reinterpret_cast<const float4*>(a.x)[q], norm);
   if (thread < rest) {
     const float v = a.x[quads * 4 + thread];
@@ -109,14 +112,16 @@ __device__ __forceinline__ float stage_x(const GemvArguments& a, const NormWeigh
     store_pair(x_shared, 2 * q, x.x, x.y);
     store_pair(x_shared, 2 * q + 1, x.z, x.w);
   };
+  const auto weight_of = [&](int q) {
+    return norm ? reinterpret_cast<const float4*>(a.norm_weight)[q] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+  };
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) {
+  for (int i = 0; i < kKeptX; ++i) {
     const int q = thread + i * threads;
-    if (q < quads) store_quad(q, kept[i], weight.quad[i]);
+    if (q < quads) store_quad(q, kept[i], i < kKept ? weight.quad[i < kKept ? i : 0] : weight_of(q));
   }
-  for (int q = thread + kKept * threads; q < quads; q += threads)
-    store_quad(q, reinterpret_cast<const float4*>(a.x)[q],
-               norm ? reinterpret_cast<const float4*>(a.norm_weight)[q] : make_float4(1.0f, 1.0f, 1.0f, 1.0f));
+  for (int q = thread + kKeptX * threads; q < quads; q += threads)
+    store_quad(q, reinterpret_cast<const float4*>(a.x)[q], weight_of(q));
   const int pairs = (a.groups + kPanelBlocks - 1) / kPanelBlocks * kPanelBlocks * (kGroup / 2);
   for (int pair = 2 * quads + thread; pair < pairs; pair += threads) {  // what is left, and zeros
     float x[2];
@@ -314,6 +319,7 @@ __device__ __forceinline__ void finish_shared_tile(const GemvArguments& a, int t
 
 template <int kWarps, int kStages>
 struct Ring {  // byte offsets inside dynamic shared memory
+  static constexpr int kKeptX = kStages == 3 ? kKeptWide : kKept;
   static constexpr int kStageBytes = kWarps * kPanelBytes;
   static constexpr int kPartials = kStages * kWarps * kTileRows * 4;
   static constexpr int kBarriers = 4 * kStages * 8;
@@ -327,6 +333,7 @@ template <GemvKind kKind, int kWarps, int kStages, int kPerSm, typename Work = W
 __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typename Work::Arguments a) {
 #ifdef DECODEV2_HOPPER
   using R = Ring<kWarps, kStages>;
+  constexpr int kAhead = R::kKeptX > kKept ? 0 : Work::kAhead;  // x needs the registers
   constexpr int kThreads = (kWarps + 2) * 32;
   uint8_t* const shared = dynamic_shared();
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -411,16 +418,16 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typ
     return p;
   };
   PanelWords p = {};
-  uint32_t ahead[Work::kAhead ? Work::kAhead : 1][16] = {};
-  if (Work::kAhead) {
+  uint32_t ahead[kAhead ? kAhead : 1][16] = {};
+  if (kAhead) {
     __syncthreads();  // the table is there, and the barriers
     if (warp < kWarps && stages) {
       p = read_stage(0);
 #pragma unroll
-      for (int b = 0; b < Work::kAhead; ++b) look_up_block(work, ahead[b], p.block[b], table, lane4);
+      for (int b = 0; b < kAhead; ++b) look_up_block(work, ahead[b], p.block[b], table, lane4);
     }
   }
-  const float unscale = stage_x(a, weight, x_shared, scratch, thread, kThreads);
+  const float unscale = stage_x<R::kKeptX>(a, weight, x_shared, scratch, thread, kThreads);
 
   if (warp == kWarps) {  // producer
     if (lane == 0) {
@@ -503,9 +510,9 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typ
     tiles_ahead -= stage_tiles;
     if (++slot == kStages) slot = 0, phase ^= 1;
   };
-  if (Work::kAhead && stages)
-    finish_stage(0, [&] { return multiply_panel<Work::kAhead>(work, p, ahead, x, table, lane4, t & 1); });
-  for (int s = Work::kAhead ? 1 : 0; s < stages; ++s) {
+  if (kAhead && stages)
+    finish_stage(0, [&] { return multiply_panel<kAhead>(work, p, ahead, x, table, lane4, t & 1); });
+  for (int s = kAhead ? 1 : 0; s < stages; ++s) {
     p = read_stage(s);
     finish_stage(s, [&] { return multiply_panel<0>(work, p, nullptr, x, table, lane4, t & 1); });
   }

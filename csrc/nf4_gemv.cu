@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) gemv_direct(const GemvArgument
   let_dependents_launch();
   const NormWeight weight = load_norm_weight(a, thread, kWarps * 32);
   build_pair_table(shared, thread, kWarps * 32);
-  const float unscale = stage_x(a, weight, x_shared, partials, thread, kWarps * 32);
+  const float unscale = stage_x<kKept>(a, weight, x_shared, partials, thread, kWarps * 32);
 
   const uint32_t table = shared_address(shared), x_address = shared_address(x_shared);
   const uint32_t lane4 = opaque(lane * 4);
