@@ -336,7 +336,7 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typ
   constexpr int kAhead = R::kKeptX > kKept ? 0 : Work::kAhead;  // x needs the registers
   constexpr int kThreads = (kWarps + 2) * 32;
   uint8_t* const shared = dynamic_shared();
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
   const int panels = (a.groups + kPanelBlocks - 1) / kPanelBlocks;
   const int tile_bytes = a.groups * kBlockBytes;
   uint8_t* x_shared = shared + kTableBytes;

@@ -23,7 +23,7 @@ namespace {
 template <GemvKind kKind, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) gemv_direct(const GemvArguments a) {
   uint8_t* const shared = dynamic_shared();
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int thread = threadIdx.x, lane = thread & 31, warp = warp_number(), g = lane >> 2, t = lane & 3;
   const int panels = (a.groups + kPanelBlocks - 1) / kPanelBlocks;
   uint8_t* x_shared = shared + kTableBytes;
   float* partials = reinterpret_cast<float*>(x_shared + panels * 512);  // [2][kWarps][16], then scratch

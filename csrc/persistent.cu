@@ -175,24 +175,32 @@ __device__ __forceinline__ const PersistentMatrix& matrix_for(const PersistentAr
   return kWhich == kQkv ? a.qkv : kWhich == kO ? a.o : kWhich == kDown ? a.down : kWhich == kHead ? a.head_matrix : a.gate_up;
 }
 
-// x of these products comes as words of a hand-off, in fragment order; of the others it is in the holes.
-template <int kWhich>
-constexpr bool kDirect = kWhich == kQkv || kWhich == kO || kWhich == kDown;
+// Norms: attention's (and the last one, which the head follows), the MLP's. Each has its words of x and of squares, and
+// its factor 1 / rms in shared memory; the other's, from just before, is the guess that x was multiplied with.
+enum { kAttentionNorm, kMlpNorm };
+
+// x of these products comes to each warp as words of a hand-off, in fragment order; of the others it is in the holes, for
+// which all warps wait together. x of gate/up comes as words where each warp needs the same ones for all its panels
+// (kStays).
+template <int kWhich, bool kStays>
+constexpr bool kInWords = kWhich == kQkv || kWhich == kO || kWhich == kDown || (kWhich == kFirstAct && kStays);
 
 // This lane's words of a panel of x.
 template <int kWhich>
 __device__ __forceinline__ uint4 look_at(const PersistentArguments& a, int panel, uint32_t tag, int lane) {
   const int block = panel * kPanelBlocks + (lane >> 2 & 3);
   if (block >= matrix_for<kWhich>(a).groups) return make_uint4(tag, tag, tag, tag);  // x is 0 there
-  return load_words((kWhich == kQkv ? a.x[0] : kWhich == kO ? a.attended : a.act) + block * 32 + (lane >> 4) * 16 +
-                    (lane & 3) * 4);
+  const uint32_t* const words = kWhich == kQkv ? a.x[kAttentionNorm] : kWhich == kFirstAct ? a.x[kMlpNorm]
+                                : kWhich == kO ? a.attended : a.act;
+  return load_words(words + block * 32 + (lane >> 4) * 16 + (lane & 3) * 4);
 }
 
 // Sums of a batch into a buffer: panel i of it is that of the warp whose `turned` number is i % 16. Each warp has its
 // first panel's codes, and some of their levels, in registers before `enter`, which waits for x where x goes to the
-// holes; x of a hand-off is waited for by every warp for itself, and asked for a panel ahead. The last warp that has
-// read a slot asks for what comes into it next; `stage` is the batch's first one, counted from that of `layer`.
-template <int kWhich, bool kNarrow, typename Enter, typename There>
+// holes; x in words is waited for by every warp for itself, and asked for a panel ahead where the next one needs other
+// words. The last warp that has read a slot asks for what comes into it next; `stage` is the batch's first one, counted
+// from that of `layer`.
+template <int kWhich, bool kNarrow, bool kStays, typename Enter, typename There>
 __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t zero, const List& list,
                                          const Batch& batch, Cursor cursor, int layer, int stage, uint32_t tag, int turn,
                                          int turned, int lane, Enter enter, There x_is_there) {
@@ -218,7 +226,7 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
   if (cursor.slot == a.slots) cursor.slot = 0, cursor.parity ^= 1u;
 
   uint4 look = make_uint4(0, 0, 0, 0);
-  if constexpr (kDirect<kWhich>) look = look_at<kWhich>(a, panel, tag, lane);
+  if constexpr (kInWords<kWhich, kStays>) look = look_at<kWhich>(a, panel, tag, lane);
   float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 1
   for (int index = turned;; index += kWarps) {
@@ -277,10 +285,10 @@ __device__ __forceinline__ void multiply(const PersistentArguments& a, uint32_t 
     }
     const bool goes_on = index + kWarps < count;
     uint4 words;
-    if constexpr (kDirect<kWhich>) {
+    if constexpr (kInWords<kWhich, kStays>) {
       look = await(a, kWhich, tag, look, [&] { return look_at<kWhich>(a, here, tag, lane); });
       words = untagged(look);
-      if (goes_on) look = look_at<kWhich>(a, panel, tag, lane);
+      if (goes_on && (kWhich != kFirstAct || panel != here)) look = look_at<kWhich>(a, panel, tag, lane);
     } else {
       words = load_x(table, here, lane);
     }
@@ -329,10 +337,6 @@ __device__ __forceinline__ float add_warps(const float* tile, uint32_t there, bo
 }
 
 // ---- the residual and x --------------------------------------------------------------------------------
-
-// Norms: attention's (and the last one, which the head follows), the MLP's. Each has its words of x and of squares, and
-// its factor 1 / rms in shared memory; the other's, from just before, is the guess that x was multiplied with.
-enum { kAttentionNorm, kMlpNorm };
 
 // The largest half instead of infinity: where the column grows a thousandfold from one norm to the next, the guess is
 // that much too small.
@@ -506,7 +510,7 @@ __device__ __forceinline__ void finish_tile(const PersistentArguments& a, uint32
 
 // List `which` of a layer, or the head, from x to what is handed on; kWhich is the first list of the same kind. `enter` as
 // in multiply and `multiplied` behind it, both once; `stamp_product` for the time line; x_tag is that of the words of x.
-template <int kWhich, bool kNarrow, typename Enter, typename Multiplied, typename Stamp>
+template <int kWhich, bool kNarrow, bool kStays, typename Enter, typename Multiplied, typename Stamp>
 __device__ __forceinline__ void product(const PersistentArguments& a, uint32_t zero, int which, Place& place,
                                         uint32_t x_tag, int warp, int lane, Enter enter, Multiplied multiplied,
                                         Stamp stamp_product) {
@@ -519,7 +523,7 @@ __device__ __forceinline__ void product(const PersistentArguments& a, uint32_t z
     // who reads the first stage depends on its slot
     const int turned = warp ^ (place.cursor.slot & 1) * kStagePanels;
     wait_for(a, kFree, place.turn, zero);
-    multiply<kWhich, kNarrow>(
+    multiply<kWhich, kNarrow, kStays>(
         a, zero, list, batch, place.cursor, place.layer, stage, x_tag, place.turn, turned, lane,
         [&] {
           if (panels == 0) enter();
@@ -640,17 +644,16 @@ __device__ __forceinline__ void choose(const PersistentArguments& a, int thread)
 #pragma unroll 1
   for (int id = begin + thread; id < end; id += kThreads) best.take(a.logits[id], id);
   best = best_of_cta(best, scratch, thread);
-  uint32_t* const is_last = reinterpret_cast<uint32_t*>(at<Token>(a.token_at, 0));  // the token was read
+  bool is_last = false;
   if (thread == 0) {
     a.candidate_values[blockIdx.x] = best.value;
     a.candidate_ids[blockIdx.x] = best.id;
     if (blockIdx.x == 0)
 #pragma unroll 1
       for (int i = gridDim.x; i < a.candidates; ++i) a.candidate_ids[i] = -1;
-    *is_last = a.commit.next_token && comes_last(a.done, gridDim.x);
+    is_last = a.commit.next_token && comes_last(a.done, gridDim.x);
   }
-  __syncthreads();
-  if (!*is_last) return;
+  if (!__syncthreads_or(is_last)) return;
   Candidate chosen;
 #pragma unroll 1
   for (int i = thread; i < static_cast<int>(gridDim.x); i += kThreads)
@@ -664,10 +667,10 @@ __device__ __forceinline__ void choose(const PersistentArguments& a, int thread)
 template <int kWhich>
 using Which = std::integral_constant<int, kWhich>;
 
-template <int kHeadDim, bool kNarrow, bool kTimed>
+template <int kHeadDim, bool kNarrow, bool kStays, bool kTimed>
 __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_constant__ PersistentArguments a) {
 #ifdef DECODEV2_HOPPER
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
   set_up(a, thread);
   Place place = {};
   {  // this CTA's rows of the embedding
@@ -704,17 +707,18 @@ __global__ void __launch_bounds__(kThreads, 1) persistent_step(const __grid_cons
   const auto run = [&](auto kind, int which, uint32_t zero, uint32_t x_tag) {
     constexpr int kWhich = decltype(kind)::value;
     constexpr int kNorm = kWhich == kFirstAct ? kMlpNorm : kAttentionNorm;
-    const bool staged = (kWhich == kFirstAct && which == kFirstAct) || kWhich == kHead;
+    const bool normed = which == kWhich && (kWhich == kQkv || kWhich == kFirstAct || kWhich == kHead);
+    const bool staged = normed && !kInWords<kWhich, kStays>;
     stamp_at(which)(0, warp == 0);
     Looks looks = {};
     if (staged) looks = look_at_x(a, kNorm, x_tag, thread);
-    product<kWhich, kNarrow>(
+    product<kWhich, kNarrow, kStays>(
         a, zero, which, place, x_tag, warp, lane,
         [&] {
           if (staged) stage_x(a, zero, kNorm, x_tag, kWhich, looks, thread);
         },
         [&](int turned) {
-          if ((staged || kWhich == kQkv) && turned == kWarps - 1) find_factor(a, zero, kNorm, x_tag, lane);
+          if (normed && turned == kWarps - 1) find_factor(a, zero, kNorm, x_tag, lane);
         },
         stamp_at(which));
   };
@@ -759,22 +763,28 @@ cudaError_t launch_as(void (*kernel)(PersistentArguments), const PersistentArgum
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+template <int kHeadDim, bool kNarrow, bool kStays>
+cudaError_t launch_timed(const PersistentArguments& a, int shared, cudaStream_t stream) {
+  return a.timeline ? launch_as(persistent_step<kHeadDim, kNarrow, kStays, true>, a, shared, stream)
+                    : launch_as(persistent_step<kHeadDim, kNarrow, kStays, false>, a, shared, stream);
+}
+
+template <int kHeadDim>
+cudaError_t launch_for(const PersistentArguments& a, bool narrow, int shared, cudaStream_t stream) {
+  if (narrow) return launch_timed<kHeadDim, true, false>(a, shared, stream);
+  // A warp's panels are all the same part of their tiles, and few warps look for the same words.
+  const bool stays = kWarps % a.gate_up.panels == 0 && 2 * a.gate_up.panels >= kWarps;
+  return stays ? launch_timed<kHeadDim, false, true>(a, shared, stream)
+               : launch_timed<kHeadDim, false, false>(a, shared, stream);
+}
+
 }  // namespace
 
 cudaError_t chr_nf4_step(const PersistentArguments& a, int shared_bytes, cudaStream_t stream) {
-  const bool timed = a.timeline;
   bool narrow = false;  // whether a last panel of a tile is
   for (const PersistentMatrix* m : {&a.qkv, &a.o, &a.gate_up, &a.down, &a.head_matrix}) narrow |= m->narrower != 0;
-  switch (a.head_dim) {
-    case 64:
-      return launch_as(narrow ? timed ? persistent_step<64, true, true> : persistent_step<64, true, false>
-                       : timed ? persistent_step<64, false, true> : persistent_step<64, false, false>,
-                       a, shared_bytes, stream);
-    case 128:
-      return launch_as(narrow ? timed ? persistent_step<128, true, true> : persistent_step<128, true, false>
-                       : timed ? persistent_step<128, false, true> : persistent_step<128, false, false>,
-                       a, shared_bytes, stream);
-  }
+  if (a.head_dim == 64) return launch_for<64>(a, narrow, shared_bytes, stream);
+  if (a.head_dim == 128) return launch_for<128>(a, narrow, shared_bytes, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -249,8 +249,8 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
       if (has_newest && lane < kHeadDim / 8)
         *reinterpret_cast<uint4*>(value_at<kHeadDim>(table, position - first, lane)) = row[kHeadDim / 8 + lane];
     }
-    __syncthreads();  // of all warps: behind a barrier of some of them racecheck tells of races that are none
     if (attends) {
+      meet(1, kAttendingThreads);
       const float4 low = reinterpret_cast<const float4*>(tops)[0], high = reinterpret_cast<const float4*>(tops)[1];
       const float highest = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)),
                                   fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
@@ -274,8 +274,8 @@ __device__ __forceinline__ void attend_chunk(const PersistentArguments& a, uint3
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (t == 0) sums[g * kAttending + warp] = sum;
+      meet(1, kAttendingThreads);
     }
-    __syncthreads();
     stamp<kTimed>(a, layer, kStamps - 3, first == begin && thread == 0);
     if (warp >= kDimWarps) continue;
 

@@ -113,12 +113,6 @@ __device__ __forceinline__ uint4 load_words(const uint32_t* from) {
   return d;
 }
 
-__device__ __forceinline__ uint2 load_two_words(const uint32_t* from) {
-  uint2 d;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(d.x), "=r"(d.y) : "l"(from) : "memory");
-  return d;
-}
-
 // += without its result; and the same after everything that came before, for who loads it with load_acquired.
 __device__ __forceinline__ void add_word(uint32_t* to, uint32_t word) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
@@ -172,6 +166,11 @@ __device__ __forceinline__ uint32_t opaque(uint32_t v) {
   asm volatile("mov.u32 %0, %1;" : "=r"(d) : "r"(v));
   return d;
 }
+
+// The warp's number in its CTA. The compiler knows that all lanes have the same: branches on it do not part them, and
+// what is worked out of it, or used behind such a branch, may stay in uniform registers (a table's address in a loop of
+// look-ups costs an addition each otherwise). All threads of the warp call it.
+__device__ __forceinline__ int warp_number() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 
 // Threads that meet at one of the CTA's 16 barriers.
 __device__ __forceinline__ void meet(int barrier, int threads) {

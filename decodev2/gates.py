@@ -30,10 +30,14 @@ LONG_QWEN = replace(
     LONG_LLAMA, name="long-qwen", n_layers=2, n_q=4, n_kv=1, head_dim=128, qkv_bias=True, tied=True,
     model_type="qwen2",
 )  # fmt: skip
+LONG_WIDE = replace(  # x of gate/up stays with the warps
+    LONG_LLAMA, name="long-wide", n_layers=2, hidden=2048, n_q=4, head_dim=128, intermediate=512
+)
 LONG_ODD = replace(  # no width fills a tile
     TINY_LLAMA, name="long-odd", hidden=100, intermediate=77, vocab=131, max_seq=320
 )
-LONG_CASES = ((LONG_LLAMA, 9), (LONG_QWEN, 14))  # no near tie among the first ids
+# no near tie among the first ids
+LONG_CASES = ((LONG_LLAMA, 9), (LONG_QWEN, 14), (LONG_WIDE, 23))
 PROMPT_CASES = (*LONG_CASES, (LONG_ODD, 5))
 # Largest |logit - oracle logit|. On CUDA x is rounded to half before each product, K and V to bf16.
 CAPS = {"cpu": 1e-3, "cuda": 0.05}

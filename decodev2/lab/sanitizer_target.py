@@ -41,11 +41,13 @@ CAP = 0.05  # of logits
 SMALL = replace(
     MEDIUM_LLAMA, name="small", n_layers=2, hidden=256, n_q=4, intermediate=512, max_seq=320
 )
-# Both kernels of attention, several CTAs to a tile and one, a tile's last panel narrow and whole.
+# Both kernels of attention, several CTAs to a tile and one, a tile's last panel narrow and whole,
+# x of gate/up in shared memory and with the warps.
 IN_ONE = (
     SMALL,
     replace(SMALL, name="small-128", hidden=320, n_kv=1, head_dim=128, qkv_bias=True, n_layers=1,
             tied=True, model_type="qwen2"),
+    replace(SMALL, name="small-wide", hidden=2048, n_layers=1),
 )  # fmt: skip
 
 

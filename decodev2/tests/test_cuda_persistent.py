@@ -51,6 +51,9 @@ SPECS = {
     "one layer": shape("one layer", n_layers=1),
     "down in parts": shape("down in parts", hidden=2304, n_q=18, n_kv=6, head_dim=128,
                            intermediate=4096, n_layers=2, vocab=1000),
+    "x stays": shape("x stays", hidden=2048, n_q=16, n_kv=2, head_dim=128, intermediate=1024,
+                     n_layers=2, vocab=1000),
+    "x stays, head 64": shape("x stays", hidden=4096, n_q=4, n_kv=1, n_layers=1, vocab=1000),
 }  # fmt: skip
 
 

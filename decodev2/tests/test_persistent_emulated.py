@@ -48,10 +48,12 @@ SPECS = {
     "tied": shape("tied", tied=True, vocab=4001),
     "down in parts": shape("down in parts", hidden=256, n_q=4, n_kv=2, intermediate=4096),
     "narrow parts": shape("narrow parts", hidden=192, n_q=3, n_kv=1, intermediate=4032),
+    "x stays": shape("x stays", hidden=2048, n_q=4, n_kv=2, intermediate=512),
 }  # fmt: skip
 # CTAs: few, so that each has several tiles, and more than some products have panels
 MULTIPROCESSORS = {"tied": 4, "medium": 33, "seven queries": 30, "three KV heads": 17,
-                   "one layer": 6, "down in parts": 7, "narrow parts": 5}  # fmt: skip
+                   "one layer": 6, "down in parts": 7, "narrow parts": 5,
+                   "x stays": 9}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

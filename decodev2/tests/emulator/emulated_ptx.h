@@ -51,6 +51,7 @@ inline uint32_t increment_wrapping(uint32_t* counter, uint32_t last) {
 
 inline float exp2_approx(float v) { return std::exp2(v); }
 inline uint32_t opaque(uint32_t v) { return v; }
+inline int warp_number() { return static_cast<int>(threadIdx.x / emulator::kLanes); }
 
 inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -157,6 +157,7 @@ struct Cta {
   uint8_t* shared;
   std::vector<Warp> warps;
   Meeting barriers[16];
+  bool any = false;  // of __syncthreads_or
 };
 
 struct Product {  // of a warpgroup, for one of its threads
@@ -386,6 +387,16 @@ inline struct { CtaIndex x; } blockIdx;
 inline struct { GridSize x; } gridDim;
 
 inline void __syncthreads() { emulator::meet(emulator::running->cta->barriers[0], emulator::block.x); }
+inline int __syncthreads_or(int value) {
+  bool& any = emulator::running->cta->any;
+  if (value) any = true;
+  __syncthreads();
+  const bool result = any;
+  __syncthreads();  // all have read it
+  if (threadIdx.x == 0) any = false;
+  __syncthreads();
+  return result;
+}
 inline void __syncwarp() { emulator::together("", 0, [](emulator::Warp&) {}); }
 inline void __nanosleep(unsigned) { emulator::pause(); }
 inline long long clock64() {
