@@ -9,6 +9,7 @@ import torch
 
 from ... import graph, ops, plan, state, step, synth, toggles
 from ...errors import DecodeError
+from ...linear import Linear
 from ...load import ModelWeights, load_weights
 from ...state import DecodeState
 from .. import bench, cases
@@ -104,7 +105,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
                 row = {"chain": name, "launch": launch, "variant": variant}
                 row |= {"kernels": chain.kernels, "mb": chain.n_bytes / 1e6}
                 with toggles.using(linear="gemv", gemv=variant, **LAUNCHES[launch]):
-                    made, band = _timed(live, weights, chain, row, params)
+                    made, band = timed_chain(live, weights, chain, row, params)
                 rows.append(row | made)
                 noise = max(noise, band)
     progress(total, total, "done")
@@ -147,7 +148,7 @@ def chains_of(live: DecodeState, weights: ModelWeights, position: int) -> dict[s
         return Chain(lambda: [run(i) for i in range(len(layers))], len(layers), kernels, n_bytes)
 
     first, cached = layers[0], kv_bytes(spec, position + 1)
-    sizes = [_nbytes(w) for w in (first.qkv, first.o, first.gate_up, first.down)]
+    sizes = [nbytes_of(w) for w in (first.qkv, first.o, first.gate_up, first.down)]
     runs = (
         lambda i: ops.qkv(c, live, layers[i]),
         lambda i: ops.project(c.attn, layers[i].o, c, live),
@@ -166,7 +167,7 @@ def chains_of(live: DecodeState, weights: ModelWeights, position: int) -> dict[s
     return found
 
 
-def _nbytes(w) -> int:
+def nbytes_of(w: Linear | tuple[Linear, ...]) -> int:
     """Packed bytes of a matrix, or of the matrices of a fused op that are kept apart."""
     return sum(part.nbytes for part in w) if isinstance(w, tuple) else w.nbytes
 
@@ -174,8 +175,11 @@ def _nbytes(w) -> int:
 # ---- one row ----
 
 
-def _timed(live, weights, chain: Chain, row: dict, params: dict) -> tuple[dict, float]:
-    """Times of one chain as the toggles say, and their noise band; checked before and after."""
+def timed_chain(
+    live: DecodeState, weights: ModelWeights, chain: Chain, row: dict, params: dict
+) -> tuple[dict, float]:
+    """Times of one chain as the toggles say, and their noise band; checked before and after. `row`
+    names it (chain, launch, variant); of `params` it takes position and runs."""
     position = params["position"]
     try:
         replay = graph.capture_step(live, chain.take).replay
@@ -197,21 +201,23 @@ def _timed(live, weights, chain: Chain, row: dict, params: dict) -> tuple[dict, 
 def _check(live, weights, chain, replay, row: dict, position: int, token: int) -> None:
     """The graph must leave the bits that plain launches leave from the same start."""
     with toggles.using(pdl=False):
-        _prepare(live, weights, position, token)
+        prepare(live, weights, position, token)
         chain.take()
         expected = [t.clone() for t in _left_by(live)]
-        _prepare(live, weights, position, token)
+        prepare(live, weights, position, token)
     replay()
     if not all(torch.equal(a, b) for a, b in zip(_left_by(live), expected, strict=True)):
         what = f"{row['chain']}, {row['launch']}, {row['variant']}"
         raise DecodeError(f"{what}: its bits are not those of plain launches")
 
 
-def _prepare(live, weights, position: int, token: int) -> None:
-    """Every buffer holds what a step leaves there, whatever a chain did to it."""
+def prepare(live: DecodeState, weights: ModelWeights, position: int, token: int) -> None:
+    """Every buffer holds what a step leaves there, whatever a chain did to it. The step takes the
+    chosen kernels: the one that is timed may not fit another product of it."""
     live.position.fill_(position)
     live.token.fill_(token)
-    step.forward_decode(live, weights)
+    with toggles.using(gemv="auto"):
+        step.forward_decode(live, weights)
 
 
 def _left_by(live: DecodeState) -> list[torch.Tensor]:
