@@ -1,6 +1,8 @@
 // What y = W x for one column is made of, and its ring kernel: for nf4_gemv.cu, which says what is computed, who owns what
 // and how it lies in memory, and for ring_ablations.cu. Torch-free.
 #pragma once
+#include <algorithm>
+
 #include "device.cuh"
 #include "launch.h"
 #include "nf4.cuh"
@@ -522,12 +524,18 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typ
 
 // ---- host ---------------------------------------------------------------------------------------------
 
+// CTAs of `shared` bytes that the card holds at a time, `per_sm` of them on a multiprocessor at most. One takes 1 KB
+// more than it asks for. A grid of more would leave some for a second wave.
+inline int resident_ctas(int shared, int per_sm, const GemvPlan& plan) {
+  return plan.multiprocessors * std::clamp(plan.shared_bytes / (shared + 1024), 1, per_sm);
+}
+
 template <typename Kernel, typename Arguments>
 cudaError_t start_gemv(Kernel kernel, const Arguments& a, int threads, int shared, int per_sm, const GemvPlan& plan,
                        cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int grid = min(a.tiles, plan.multiprocessors * per_sm);
+  const int grid = min(a.tiles, resident_ctas(shared, per_sm, plan));
   return launch(kernel, grid, threads, shared, stream, plan.pdl, a);
 }
 

@@ -38,7 +38,8 @@ struct GemvArguments {
 struct GemvPlan {
   GemvVariant variant;
   int multiprocessors;
-  bool pdl;  // programmatic dependent launch
+  int shared_bytes;  // of a multiprocessor
+  bool pdl;          // programmatic dependent launch
 };
 
 GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability);
@@ -64,7 +65,7 @@ struct RingArguments : GemvArguments {
 int ring_shared_bytes(RingSize size, int groups);
 // y is right for kWhole and kLate only. The plan's variant is not looked at.
 cudaError_t launch_ring(const RingArguments& a, RingParts parts, RingSize size, const GemvPlan& plan, cudaStream_t stream);
-bool ring_shares_tiles(RingSize size, int groups, int tiles, int multiprocessors);
+bool ring_shares_tiles(RingSize size, int groups, int tiles, const GemvPlan& plan);
 
 // ---- nf4_gemm.cu: many columns, tensor cores ------------------------------------------------------------
 

@@ -124,7 +124,8 @@ int gemv_shared_bytes(GemvVariant variant, int groups) {
 
 bool gemv_shares_tiles(GemvKind kind, int groups, int tiles, const GemvPlan& plan) {
   if (kind != GemvKind::kPlain || plan.variant == GemvVariant::kDirect) return false;
-  return panels_share_better(groups, tiles, plan.multiprocessors * (plan.variant == GemvVariant::kRing8x2 ? 2 : 1));
+  const int per_sm = plan.variant == GemvVariant::kRing8x2 ? 2 : 1;
+  return panels_share_better(groups, tiles, resident_ctas(gemv_shared_bytes(plan.variant, groups), per_sm, plan));
 }
 
 cudaError_t chr_nf4_gemv(const GemvArguments& a, GemvKind kind, const GemvPlan& plan, cudaStream_t stream) {

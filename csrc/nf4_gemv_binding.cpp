@@ -59,6 +59,7 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   GemvPlan plan;
   plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
   plan.multiprocessors = device->multiProcessorCount;
+  plan.shared_bytes = static_cast<int>(device->sharedMemPerMultiprocessor);
   plan.pdl = start > 0 && capability >= 90;
   a.wait_first = start == 2;
   if (shared_sums && shared_counters && gemv_shares_tiles(static_cast<GemvKind>(kind), a.groups, a.tiles, plan)) {

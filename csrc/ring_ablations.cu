@@ -93,8 +93,9 @@ int ring_shared_bytes(RingSize size, int groups) {
   }
 }
 
-bool ring_shares_tiles(RingSize size, int groups, int tiles, int multiprocessors) {
-  return panels_share_better(groups, tiles, multiprocessors * (size == RingSize::k8x2 ? 2 : 1));
+bool ring_shares_tiles(RingSize size, int groups, int tiles, const GemvPlan& plan) {
+  const int per_sm = size == RingSize::k8x2 ? 2 : 1;
+  return panels_share_better(groups, tiles, resident_ctas(ring_shared_bytes(size, groups), per_sm, plan));
 }
 
 cudaError_t launch_ring(const RingArguments& a, RingParts parts, RingSize size, const GemvPlan& plan,

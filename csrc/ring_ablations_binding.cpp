@@ -40,16 +40,16 @@ void product(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, Te
   a.cols = static_cast<int>(cols);
   a.groups = static_cast<int>(groups);
   a.tiles = static_cast<int>(tiles);
-  if (shared_sums && shared_counters &&
-      ring_shares_tiles(size_of(size), a.groups, a.tiles, device->multiProcessorCount)) {
+  GemvPlan plan = {};
+  plan.multiprocessors = device->multiProcessorCount;
+  plan.shared_bytes = static_cast<int>(device->sharedMemPerMultiprocessor);
+  plan.pdl = pdl;
+  if (shared_sums && shared_counters && ring_shares_tiles(size_of(size), a.groups, a.tiles, plan)) {
     check_tensor(*shared_sums, "shared_sums", torch::kFloat, tiles * 32, x);
     check_tensor(*shared_counters, "shared_counters", torch::kInt, tiles, x);
     a.shared_sums = data_or_null<float>(shared_sums);
     a.shared_counters = data_or_null<uint32_t>(shared_counters);
   }
-  GemvPlan plan = {};
-  plan.multiprocessors = device->multiProcessorCount;
-  plan.pdl = pdl;
   const int64_t shared = shared_bytes(size, cols);
   DECODEV2_CHECK(shared <= static_cast<int64_t>(device->sharedMemPerBlockOptin), "the ring takes ", shared,
                  " bytes of shared memory, a CTA has ", device->sharedMemPerBlockOptin);

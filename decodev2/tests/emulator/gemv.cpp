@@ -28,7 +28,7 @@ const char* gemv(void* const* p, const int64_t* numbers, double eps, unsigned se
   a.groups = (a.cols + kGroup - 1) / kGroup;
   a.tiles = static_cast<int>(numbers[2]);
   a.candidates = static_cast<int>(numbers[3]);
-  const GemvPlan plan = {static_cast<GemvVariant>(numbers[5]), static_cast<int>(numbers[6]), true};
+  const GemvPlan plan = {static_cast<GemvVariant>(numbers[5]), static_cast<int>(numbers[6]), 228 * 1024, true};
   emulator::chance.seed(seed);
   chr_nf4_gemv(a, static_cast<GemvKind>(numbers[4]), plan, nullptr);
   return emulator::stopped;

@@ -22,6 +22,7 @@ const char* ring(const uint8_t* panels, const float* x, float* y, uint32_t* seen
   a.tiles = tiles;
   GemvPlan plan = {};
   plan.multiprocessors = multiprocessors;
+  plan.shared_bytes = 228 * 1024;
   emulator::chance.seed(seed);
   emulator::stopped = "the launch was refused";
   launch_ring(a, static_cast<RingParts>(parts), static_cast<RingSize>(size), plan, nullptr);
