@@ -7,6 +7,17 @@ namespace {
 using torch::Tensor;
 using Optional = std::optional<Tensor>;
 
+decodev2::GemvPlan plan_for(const cudaDeviceProp& device) {
+  decodev2::GemvPlan plan = {};
+  plan.multiprocessors = device.multiProcessorCount;
+  plan.shared_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
+  return plan;
+}
+
+decodev2::GemvVariant chosen_for(int groups, int tiles, const cudaDeviceProp& device) {
+  return decodev2::choose_gemv_variant(groups, tiles, device.major * 10 + device.minor, plan_for(device));
+}
+
 // y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows]. `start`: 0 after the
 // kernels before, 1 programmatic launch, 2 the same but with nothing done ahead of them.
 void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64_t kind, const Optional& norm_weight,
@@ -55,12 +66,9 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.cols = static_cast<int>(cols);
   a.groups = static_cast<int>(groups);
   a.tiles = static_cast<int>(tiles);
-  const int capability = device->major * 10 + device->minor;
-  GemvPlan plan;
-  plan.variant = variant < 0 ? choose_gemv_variant(a.groups, a.tiles, capability) : static_cast<GemvVariant>(variant);
-  plan.multiprocessors = device->multiProcessorCount;
-  plan.shared_bytes = static_cast<int>(device->sharedMemPerMultiprocessor);
-  plan.pdl = start > 0 && capability >= 90;
+  GemvPlan plan = plan_for(*device);
+  plan.variant = variant < 0 ? chosen_for(a.groups, a.tiles, *device) : static_cast<GemvVariant>(variant);
+  plan.pdl = start > 0 && device->major >= 9;
   a.wait_first = start == 2;
   if (shared_sums && shared_counters && gemv_shares_tiles(static_cast<GemvKind>(kind), a.groups, a.tiles, plan)) {
     check_tensor(*shared_sums, "shared_sums", torch::kFloat, tiles * 32, x);
@@ -77,10 +85,8 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
 
 // GemvVariant of a product of `cols` columns with `tiles` tiles on the current device, where none is asked for.
 int64_t chosen(int64_t cols, int64_t tiles) {
-  using namespace decodev2;
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
-  return static_cast<int64_t>(choose_gemv_variant(static_cast<int>((cols + 63) / 64), static_cast<int>(tiles),
-                                                  device->major * 10 + device->minor));
+  return static_cast<int64_t>(chosen_for(static_cast<int>((cols + 63) / 64), static_cast<int>(tiles), *device));
 }
 
 }  // namespace

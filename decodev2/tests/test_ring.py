@@ -333,6 +333,22 @@ def test_measure(stand):
     assert 0 < row["error_before"] < 1e-5
 
 
+def test_where_the_step_has_no_ring(stand, monkeypatch):
+    monkeypatch.setattr(stand, "chosen", lambda cols, tiles: 0)
+    params = defaults("ring_ablations", shapes=["down_proj"], cold_mb=0, runs=2)
+    result = made("ring_ablations", experiment.measure(params, nothing))
+    assert {(r["ring"], r["part"]) for r in result.rows if r["in_step"] == "yes"} == {
+        ("direct", experiment.WHOLE)
+    }
+    rows = experiment.parted(result.rows)
+    assert [r["part"] for r in rows] == list(experiment.PARTS)
+    assert {r["ring"] for r in rows} == {experiment.WIDE}
+    assert set(experiment.saved(result.rows)) == {
+        ("down_proj", part) for part in experiment.PARTS if part != experiment.WHOLE
+    }
+    assert len(figure.png_bytes(result, plate.content_hash(result))) > 10_000
+
+
 @pytest.mark.parametrize("part", experiment.PARTS)
 @pytest.mark.parametrize("how", ["wrong", "silent"])
 def test_what_is_wrong_is_seen(stand, part, how):
@@ -419,7 +435,7 @@ def test_figure_claims_and_verdict(scale):
     assert "without both 10.9 %" in result.verdict
     assert result.verdict.startswith("Not as predicted for lm_head")
     assert "down_proj is faster with direct than with the step's 16x4" in result.verdict
-    assert "gate_up has its best ring, 8x2" in result.verdict
+    assert "gate_up has its best kernel, 8x2" in result.verdict
 
 
 def test_claims_fail_when_they_should():

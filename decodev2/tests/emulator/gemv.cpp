@@ -33,4 +33,12 @@ const char* gemv(void* const* p, const int64_t* numbers, double eps, unsigned se
   chr_nf4_gemv(a, static_cast<GemvKind>(numbers[4]), plan, nullptr);
   return emulator::stopped;
 }
+
+// The kernel that is chosen on a card of this capability, with so many multiprocessors of so much shared memory.
+int chosen(int groups, int tiles, int capability, int multiprocessors, int shared_bytes) {
+  GemvPlan plan = {};
+  plan.multiprocessors = multiprocessors;
+  plan.shared_bytes = shared_bytes;
+  return static_cast<int>(choose_gemv_variant(groups, tiles, capability, plan));
+}
 }
