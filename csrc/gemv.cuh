@@ -524,10 +524,13 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, kPerSm) gemv_ring(const typ
 
 // ---- host ---------------------------------------------------------------------------------------------
 
-// CTAs of `shared` bytes that the card holds at a time, `per_sm` of them on a multiprocessor at most. One takes 1 KB
-// more than it asks for. A grid of more would leave some for a second wave.
+// What a CTA that asks for `shared` bytes takes of its multiprocessor's.
+constexpr int taken(int shared) { return shared + 1024; }
+
+// CTAs of `shared` bytes that the card holds at a time, `per_sm` of them on a multiprocessor at most. A grid of more would
+// leave some for a second wave.
 inline int resident_ctas(int shared, int per_sm, const GemvPlan& plan) {
-  return plan.multiprocessors * std::clamp(plan.shared_bytes / (shared + 1024), 1, per_sm);
+  return plan.multiprocessors * std::clamp(plan.shared_bytes / taken(shared), 1, per_sm);
 }
 
 template <typename Kernel, typename Arguments>

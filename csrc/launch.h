@@ -42,8 +42,8 @@ struct GemvPlan {
   bool pdl;          // programmatic dependent launch
 };
 
-// The fastest for a matrix, as measured on one card; `plan` says what this card has. Its variant is not looked at.
-GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability, const GemvPlan& plan);
+// What makes a step fastest, as measured on one card. shared_bytes: of a multiprocessor.
+GemvVariant choose_gemv_variant(int groups, int compute_capability, int shared_bytes);
 int gemv_shared_bytes(GemvVariant variant, int groups);
 // Would equal ranges of panels be faster than whole tiles? Then the call needs shared_sums and shared_counters.
 bool gemv_shares_tiles(GemvKind kind, int groups, int tiles, const GemvPlan& plan);

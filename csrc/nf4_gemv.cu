@@ -101,29 +101,26 @@ cudaError_t dispatch(const GemvArguments& a, const GemvPlan& plan, cudaStream_t 
 
 }  // namespace
 
-// From one run of the experiment gemv_choice on an H200 (132 multiprocessors): microseconds of a product in a chain,
-// its weights ahead, for the products of Qwen2.5 of 0.5 to 32 billion weights; a dash: does not fit.
-//                                                         direct    8x2   16x4   16x3
-//   two CTAs of 8x2 fit a multiprocessor: it is best, or within 5 %, on 24 of 25 products; not on
-//       896 x  4864   56 tiles, down of 0.5B                3.96   3.61   3.02   3.40
-//   they do not, and a CTA has one tile at most
-//      1536 x  8960   96 tiles, down of 1.5B                5.68   5.80   5.70   5.81
-//      2048 x 11008  128 tiles, down of 3B                  6.24   6.75   7.55   7.58
-//   they do not, and a CTA has more
-//      3584 x 18944  224 tiles, down of 7B                 14.76  15.32      -  13.98
-//      5120 x 13824  320 tiles, down of 14B                16.99  15.86      -  15.21
-//      5120 x 27648  320 tiles, down of 32B                28.58  26.49      -  23.10
-// Two CTAs on a multiprocessor: one starts while the other ends. With a tile for each multiprocessor at most the second
-// one has nothing to do, and sixteen warps take a long tile in fewer rounds than eight. Where the next CTA cannot start
-// early in any case, a single tile does not pay for a ring.
-GemvVariant choose_gemv_variant(int groups, int tiles, int compute_capability, const GemvPlan& plan) {
+// The choice is made for the step, not for the product: it counts what the next kernel can do meanwhile. Microseconds of
+// a layer of Qwen2.5 on an H200 with each kernel for down and the chosen ones for the rest, at position 100, from one run
+// of the experiment gemv_choice (a dash: does not fit):
+//                                   direct   8x2  16x4  16x3
+//     896 x  4864  down of 0.5B       17.4  16.7  17.1  16.8
+//    1536 x  8960  down of 1.5B       23.6  22.5  22.4  23.0
+//    2048 x 11008  down of 3B         26.3  25.6  26.1  26.4
+//    3584 x 18944  down of 7B         51.9  51.5     -  51.2
+//    5120 x 13824  down of 14B        61.6  59.0     -  57.4
+//    5120 x 27648  down of 32B        91.2  86.6     -  82.7
+// On the other products, all narrower, 8x2 is best or at most 2 % slower than the best. So 8x2 it is while a CTA of it for
+// the next product (2,048 columns are reckoned) fits beside this one and can begin; where it does not in any case, more
+// warps and more bytes on their way count. Of three stages or four, three leave more room for x and are never worse there.
+GemvVariant choose_gemv_variant(int groups, int compute_capability, int shared_bytes) {
   if (compute_capability < 90) return GemvVariant::kDirect;
   const int panels = (groups + kPanelBlocks - 1) / kPanelBlocks;
-  const auto fit = [&](GemvVariant v) { return plan.shared_bytes / (gemv_shared_bytes(v, groups) + 1024); };
-  const bool tile_each = tiles <= plan.multiprocessors;
-  if (fit(GemvVariant::kRing8x2) >= 2)
-    return tile_each && panels > 2 * 8 ? GemvVariant::kRing16x4 : GemvVariant::kRing8x2;
-  return !tile_each && fit(GemvVariant::kRing16x3) ? GemvVariant::kRing16x3 : GemvVariant::kDirect;
+  constexpr int kNext = Ring<8, 2>::bytes(2048 / (kPanelBlocks * kGroup));
+  if (taken(Ring<8, 2>::bytes(panels)) + taken(kNext) <= shared_bytes) return GemvVariant::kRing8x2;
+  if (taken(Ring<16, 3>::bytes(panels)) <= shared_bytes) return GemvVariant::kRing16x3;
+  return GemvVariant::kDirect;
 }
 
 int gemv_shared_bytes(GemvVariant variant, int groups) {

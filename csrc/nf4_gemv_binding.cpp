@@ -7,15 +7,9 @@ namespace {
 using torch::Tensor;
 using Optional = std::optional<Tensor>;
 
-decodev2::GemvPlan plan_for(const cudaDeviceProp& device) {
-  decodev2::GemvPlan plan = {};
-  plan.multiprocessors = device.multiProcessorCount;
-  plan.shared_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
-  return plan;
-}
-
-decodev2::GemvVariant chosen_for(int groups, int tiles, const cudaDeviceProp& device) {
-  return decodev2::choose_gemv_variant(groups, tiles, device.major * 10 + device.minor, plan_for(device));
+decodev2::GemvVariant chosen_on(const cudaDeviceProp& device, int64_t cols) {
+  return decodev2::choose_gemv_variant(static_cast<int>((cols + 63) / 64), device.major * 10 + device.minor,
+                                       static_cast<int>(device.sharedMemPerMultiprocessor));
 }
 
 // y = W x with the epilogue of `kind` (0 plain, 1 swiglu, 2 head). x [1, cols], y [1, rows]. `start`: 0 after the
@@ -66,8 +60,10 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   a.cols = static_cast<int>(cols);
   a.groups = static_cast<int>(groups);
   a.tiles = static_cast<int>(tiles);
-  GemvPlan plan = plan_for(*device);
-  plan.variant = variant < 0 ? chosen_for(a.groups, a.tiles, *device) : static_cast<GemvVariant>(variant);
+  GemvPlan plan = {};
+  plan.variant = variant < 0 ? chosen_on(*device, cols) : static_cast<GemvVariant>(variant);
+  plan.multiprocessors = device->multiProcessorCount;
+  plan.shared_bytes = static_cast<int>(device->sharedMemPerMultiprocessor);
   plan.pdl = start > 0 && device->major >= 9;
   a.wait_first = start == 2;
   if (shared_sums && shared_counters && gemv_shares_tiles(static_cast<GemvKind>(kind), a.groups, a.tiles, plan)) {
@@ -83,10 +79,9 @@ void gemv(const Tensor& x, const Tensor& panels, int64_t tiles, Tensor& y, int64
   check_launch(chr_nf4_gemv(a, static_cast<GemvKind>(kind), plan, at::cuda::getCurrentCUDAStream()), "nf4_gemv");
 }
 
-// GemvVariant of a product of `cols` columns with `tiles` tiles on the current device, where none is asked for.
-int64_t chosen(int64_t cols, int64_t tiles) {
-  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
-  return static_cast<int64_t>(chosen_for(static_cast<int>((cols + 63) / 64), static_cast<int>(tiles), *device));
+// GemvVariant of a product of `cols` columns on the current device, where none is asked for.
+int64_t chosen(int64_t cols) {
+  return static_cast<int64_t>(chosen_on(*at::cuda::getCurrentDeviceProperties(), cols));
 }
 
 }  // namespace

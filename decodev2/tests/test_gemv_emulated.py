@@ -131,30 +131,28 @@ def test_head_names_the_best(library, variant):
     assert np.array_equal(values[there], y[ids[there]])
 
 
-H200 = (90, 132, 228 * 1024)
+H200 = (90, 228 * 1024)
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
 
 
-def chosen(library, rows: int, cols: int, card=H200) -> str:
-    index = library.chosen(-(-cols // 64), -(-rows // 16), *card)
+def chosen(library, cols: int, card=H200) -> str:
+    index = library.chosen(-(-cols // 64), *card)
     return next(name for name, i in linear.GEMV_VARIANTS.items() if i == index)
 
 
 def test_the_choice_is_that_of_the_table(library):
-    down = ["ring16x4", "direct", "direct", "ring16x3", "ring16x3", "ring16x3"]
-    for name, expected in zip(MODELS, down, strict=True):
-        s = plan.named_spec(name)
-        assert chosen(library, s.hidden, s.intermediate) == expected, name
-        for rows in (s.q_dim + 2 * s.kv_dim, s.hidden, 2 * s.intermediate, s.vocab):
-            assert chosen(library, rows, s.hidden) == "ring8x2", (name, rows)
+    for name, down in zip(MODELS, 3 * ["ring8x2"] + 3 * ["ring16x3"], strict=True):
+        spec = plan.named_spec(name)
+        assert chosen(library, spec.intermediate) == down, name
+        assert chosen(library, spec.hidden) == "ring8x2", name
 
 
 def test_what_is_chosen_fits(library):
-    small = (120, 84, 100 * 1024)  # Hopper's instructions with less than half of its shared memory
-    for rows, cols in itertools.product((16, 896, 5120, 151936), (64, 896, 5120, 27648, 40_000)):
-        assert chosen(library, rows, cols, (80, 108, 164 * 1024)) == "direct"
-        assert chosen(library, rows, cols, small) == "direct"
-    assert chosen(library, 5120, 40_000) == "direct"
+    old = (80, 164 * 1024)
+    small = (120, 100 * 1024)  # Hopper's instructions with less than half of its shared memory
+    for cols, card in itertools.product((64, 896, 5120, 27648, 40_000), (old, small)):
+        assert chosen(library, cols, card) == "direct"
+    assert chosen(library, 40_000) == "direct"
 
 
 if __name__ == "__main__":

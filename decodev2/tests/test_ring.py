@@ -245,7 +245,7 @@ class Stand:
     def __init__(self):
         self.packed, self.launches, self.harm, self.launched = {}, 0, None, []
 
-    def chosen(self, cols, tiles):
+    def chosen(self, cols):
         return 1 if cols < 512 else 2  # ring8x2, ring16x4
 
     def shared_bytes(self, size, cols):
@@ -331,22 +331,6 @@ def test_measure(stand):
     assert row["error_before"] is None and row["stage_kb"] == 17 and row["ring_kb"] == 34
     row = next(r for r in result.rows if (r["ring"], r["part"]) == ("8x2", experiment.NO_TABLE))
     assert 0 < row["error_before"] < 1e-5
-
-
-def test_where_the_step_has_no_ring(stand, monkeypatch):
-    monkeypatch.setattr(stand, "chosen", lambda cols, tiles: 0)
-    params = defaults("ring_ablations", shapes=["down_proj"], cold_mb=0, runs=2)
-    result = made("ring_ablations", experiment.measure(params, nothing))
-    assert {(r["ring"], r["part"]) for r in result.rows if r["in_step"] == "yes"} == {
-        ("direct", experiment.WHOLE)
-    }
-    rows = experiment.parted(result.rows)
-    assert [r["part"] for r in rows] == list(experiment.PARTS)
-    assert {r["ring"] for r in rows} == {experiment.WIDE}
-    assert set(experiment.saved(result.rows)) == {
-        ("down_proj", part) for part in experiment.PARTS if part != experiment.WHOLE
-    }
-    assert len(figure.png_bytes(result, plate.content_hash(result))) > 10_000
 
 
 @pytest.mark.parametrize("part", experiment.PARTS)
@@ -435,7 +419,7 @@ def test_figure_claims_and_verdict(scale):
     assert "without both 10.9 %" in result.verdict
     assert result.verdict.startswith("Not as predicted for lm_head")
     assert "down_proj is faster with direct than with the step's 16x4" in result.verdict
-    assert "gate_up has its best kernel, 8x2" in result.verdict
+    assert "gate_up has its best ring, 8x2" in result.verdict
 
 
 def test_claims_fail_when_they_should():

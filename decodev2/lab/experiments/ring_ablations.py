@@ -46,12 +46,11 @@ RINGS = {  # warps x stages: RingSize of csrc/launch.h, and the variant of the s
     "16x4": (4, "ring16x4"),
 }
 DIRECT = "direct"  # no ring: every warp loads into registers
-WIDE = "16x3"  # the ring of a wide input; its parts are timed where the step takes direct loads
 PARAMS = {
     "shapes": ([], "names of shapes, separated by commas; all five if left out"),
     "parts": ([], "what is left of the loop, separated by commas; all if left out"),
     "rings": ([], "warps x stages, or direct, separated by commas; left out: all with the whole "
-                  f"loop, the step's own with the other parts ({WIDE} where that is none)"),
+                  "loop, the step's own with the other parts"),
     **cases.COMMON_PARAMS,
 }  # fmt: skip
 TOGGLES = {
@@ -89,7 +88,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
         case = Case(name, params, rng)
         for ring in rings:
             for part in parts:
-                if params["rings"] or part == WHOLE or ring == case.parted:
+                if params["rings"] or part == WHOLE or ring == case.chosen:
                     rows.append(case.row(ring, part))
         noise = max(noise, case.noise())
         del case
@@ -140,10 +139,9 @@ class Case:
         tiles = self.copies[0].tiles
         self.tame = replace(self.copies[0], panels=without_large_halves(self.copies[0].panels))
         self.shared = cases.shared(tiles)
-        variant = native.cuda("nf4_gemv").chosen(self.cols, tiles)
+        variant = native.cuda("nf4_gemv").chosen(self.cols)
         by_variant = {GEMV_VARIANTS[v]: ring for ring, (_, v) in RINGS.items() if v}
         self.chosen = by_variant.get(variant, DIRECT)
-        self.parted = WIDE if self.chosen == DIRECT else self.chosen
 
     def row(self, ring: str, part: str) -> dict:
         """A row of the plate; a ring that does not fit, or a part that does not exist, is
@@ -311,21 +309,11 @@ def _times(rows: list[dict]) -> dict[tuple[str, str, str], float]:
     }
 
 
-def parted(rows: list[dict]) -> list[dict]:
-    """The rows of each shape's ring whose parts were timed; the step's own, if it is among them or
-    none were."""
-    own = {r["shape"]: r["ring"] for r in rows if r["in_step"] == "yes"}
-    rings: dict[str, str] = {}
-    for r in rows:
-        if r["part"] != WHOLE and rings.get(r["shape"]) != own.get(r["shape"]):
-            rings[r["shape"]] = r["ring"]
-    return [r for r in rows if r["ring"] == (own | rings).get(r["shape"])]
-
-
 def saved(rows: list[dict]) -> dict[tuple[str, str], float]:
-    """{(shape, part): part of the whole's time that is saved without it}."""
-    us = {(r["shape"], r["part"]): r["us"] for r in parted(rows)
-          if isinstance(r["us"], int | float)}  # fmt: skip
+    """{(shape, part): part of the whole's time that is saved without it}, in the step's own
+    ring."""
+    us = {(r["shape"], r["part"]): r["us"] for r in rows
+          if r["in_step"] == "yes" and isinstance(r["us"], int | float)}  # fmt: skip
     return {
         (shape, part): 1 - t / us[shape, WHOLE]
         for (shape, part), t in us.items()
@@ -367,7 +355,7 @@ def _verdict(rows: list[dict], noise: float) -> str:
                 words.append(f"{shape} is faster with {best} than with the step's {own[0]} "
                              f"({known[best]:.1f} against {known[own[0]]:.1f} us)")  # fmt: skip
             else:
-                words.append(f"{shape} has its best kernel, {own[0]} ({known[own[0]]:.1f} us)")
+                words.append(f"{shape} has its best ring, {own[0]} ({known[own[0]]:.1f} us)")
     if not words:
         words = [f"{' '.join(key)}: {t:.1f} us" for key, t in us.items()]
     return f"{'; '.join(words) or 'Nothing that was asked for exists'}. Noise {100 * noise:.1f} %."
@@ -395,12 +383,12 @@ def claims(plate) -> list[tuple[str, bool]]:
 
 
 def draw(plate, fig) -> None:
-    """Left: the parts in one ring; right: the whole loop by ring. Both over the whole in that one
-    ring, with microseconds beside."""
+    """Left: the parts in the step's own ring; right: the whole loop by ring. Both in percent of the
+    whole in the step's own ring, with microseconds beside."""
     left, right = fig.subplots(1, 2)
     shapes = list(dict.fromkeys(r["shape"] for r in plate.rows))
-    own = {r["shape"]: r for r in parted(plate.rows) if r["part"] == WHOLE}
-    by_part = [r for r in parted(plate.rows) if r["us"] is not None]
+    own = {r["shape"]: r for r in plate.rows if r["in_step"] == "yes" and r["part"] == WHOLE}
+    by_part = [r for r in plate.rows if r["in_step"] == "yes" and r["us"] is not None]
     by_ring = [r for r in plate.rows if r["part"] == WHOLE and r["us"] is not None]
     _bars(left, shapes, own, by_part, "part", tuple(PARTS),
           ("#0072B2", "#E69F00", "#009E73", "#999999", "#CC79A7"))  # fmt: skip
@@ -412,7 +400,7 @@ def draw(plate, fig) -> None:
     ]  # fmt: skip
     left.set_yticks(range(len(shapes)), labels)
     right.set_yticks([])
-    left.set_xlabel("parts of the loop, in the ring at the left [us]")
+    left.set_xlabel("parts of the loop, in the step's ring [us]")
     right.set_xlabel("the whole loop, by ring [us]; tick: bytes at the read rate")
 
 

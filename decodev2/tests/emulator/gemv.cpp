@@ -34,11 +34,8 @@ const char* gemv(void* const* p, const int64_t* numbers, double eps, unsigned se
   return emulator::stopped;
 }
 
-// The kernel that is chosen on a card of this capability, with so many multiprocessors of so much shared memory.
-int chosen(int groups, int tiles, int capability, int multiprocessors, int shared_bytes) {
-  GemvPlan plan = {};
-  plan.multiprocessors = multiprocessors;
-  plan.shared_bytes = shared_bytes;
-  return static_cast<int>(choose_gemv_variant(groups, tiles, capability, plan));
+// The kernel that is chosen on a card of this capability, whose multiprocessors have so much shared memory.
+int chosen(int groups, int capability, int shared_bytes) {
+  return static_cast<int>(choose_gemv_variant(groups, capability, shared_bytes));
 }
 }
