@@ -17,7 +17,7 @@ from decodev2.lab import cases, plate
 from decodev2.lab.experiments import gemv_choice as experiment
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-SMALL = {"shapes": ["tiny-llama"], "cold_mb": 1, "runs": 2}
+SMALL = {"shapes": ["tiny-llama"], "cold_mb": 0, "runs": 2}
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def test_measure(choosing):
     assert set(choosing.asked) == {spec.hidden, spec.q_dim, spec.intermediate}
     assert all(r["difference"] == 0 for r in rows)  # the same kernels stand for both
     assert len({r["mb"] for r in rows}) == 2  # a layer's or the head's
-    copies = cases.copies_for(int(1e6 * down["mb"]), 1)
-    assert down["us"] == pytest.approx(500 / max(copies, cases.LAUNCHES))
+    assert down["us"] == pytest.approx(500 / cases.LAUNCHES)
 
 
 def test_only_the_product_changes_its_kernel(choosing, monkeypatch):
