@@ -386,7 +386,7 @@ def draw(plate, fig) -> None:
         for index in range(1, len(lines)):
             if lines[index][0] != lines[index - 1][0]:
                 ax.axhline(index - 0.5, color="#cccccc", linewidth=0.8)
-        ax.set_ylim(len(lines) - 0.4, -0.6)
+        ax.set_ylim(len(lines) - 0.4, -2.6)  # room for the legend
         ax.set_xlim(0.97, most * 1.005)
     labels = [f"{s.removeprefix('qwen2.5-')}  {p}" for s, p in lines]
     left.set_yticks(range(len(lines)), labels, fontsize=9)
@@ -394,4 +394,5 @@ def draw(plate, fig) -> None:
     left.set_xlabel("layer, or head and choice: time over the best [x]")
     right.set_xlabel("the product alone in its chain [x]")
     handles = [left.plot([], [], "osD^"[i], color=f"C{i}")[0] for i in range(len(names))]
-    left.legend(handles, names, loc="lower right", fontsize=10)
+    left.legend(handles, names, loc="upper center", ncols=4, fontsize=10, frameon=False,
+                handletextpad=0.2, columnspacing=1)  # fmt: skip
