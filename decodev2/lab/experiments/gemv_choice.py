@@ -9,7 +9,7 @@ import torch
 
 from ... import load, native, ops, plan, state, synth, toggles
 from ...errors import DecodeError
-from ...linear import GEMV_VARIANTS
+from ...linear import GEMV_VARIANTS, nf4_linear
 from .. import cases
 from ..plate import Measured, Missing
 from . import pdl
@@ -116,7 +116,7 @@ def measure(params: dict, progress: Callable[[int, int, str], None]) -> Measured
             f"position {POSITION}; of the head: the head, the choice and the next embedding. "
             "alone_us: the product in a chain with itself. Each link of a chain has other weights, "
             "all of them several times the L2, and starts early, as in a step.",
-            f"difference: of what the product leaves, from the prefill kernel's, "
+            f"difference: of the product, before it is added to x, from the prefill kernel's, "
             f"{ALIKE_LIMIT:.0e} at most, on input drawn anew, before and after. Each graph left "
             "the bits of plain launches one by one.",
         ],
@@ -195,6 +195,15 @@ class _Model:
             if part == QKV:
                 ops.attention(c, live, 0, in_step=True)
 
+    def take_otherwise(self, product: str) -> None:
+        """The product by the prefill kernel, which never takes the head of a step."""
+        if product != HEAD:
+            self.take(product, "auto", 0)
+            return
+        c, live = self.live.decode, self.live
+        ops.rms(c.x, self.weights.norm, self.spec.rms_eps, c.h)
+        nf4_linear(c.h, self.weights.lm_head, live.logits, live.panel)
+
     def around(self, product: str, kernel: str) -> pdl.Chain:
         """Of layers, or of what a step ends with."""
         copies, kernels = len(self.heads), 3
@@ -235,8 +244,8 @@ class _Model:
         return made | sizes | {"alone_us": own["us"], "difference": difference}, band
 
     def difference(self, product: str, kernel: str) -> float:
-        """Of what the product leaves, from the prefill kernel's, on input that is drawn here.
-        Raises DecodeError past ALIKE_LIMIT."""
+        """Of the product, before it is added to x, from the prefill kernel's, on input that is
+        drawn here. Raises DecodeError past ALIKE_LIMIT."""
         live = self.live
         live.kv.k.normal_()
         live.kv.v.normal_()
@@ -244,14 +253,15 @@ class _Model:
         pdl.prepare(live, self.weights, POSITION, token=7)
         x = torch.randn_like(live.decode.x)
 
-        def left() -> torch.Tensor:
+        def left_by(take: Callable[[], None]) -> torch.Tensor:
             live.decode.x.copy_(x)
-            self.take(product, kernel, 0)
-            return self.left_by(product).double().clone()
+            take()
+            left = self.left_by(product).double()
+            return left - x if product in (OUT, DOWN) else left.clone()  # those add to x
 
-        found = left()
+        found = left_by(lambda: self.take(product, kernel, 0))
         with toggles.using(linear="mma"):
-            expected = left()
+            expected = left_by(lambda: self.take_otherwise(product))
         error = float((found - expected).norm() / expected.norm())
         if not error < ALIKE_LIMIT:
             raise DecodeError(
