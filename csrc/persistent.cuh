@@ -153,6 +153,12 @@ __device__ __forceinline__ bool arrived(const Words& v, uint32_t tag) {
   return (opaque(other_layer(v, tag)) & 1u) == 0;
 }
 
+// The same for all lanes of a warp, which all call it.
+template <typename Words>
+__device__ __forceinline__ bool all_arrived(const Words& v, uint32_t tag) {
+  return __all_sync(~0u, arrived(v, tag));
+}
+
 // Piece i lies at address(i); those whose bit is not set in `wanted` are 0, and there.
 template <int kCount, typename Address>
 __device__ __forceinline__ Pieces<kCount> load_pieces(uint32_t wanted, uint32_t tag, Address address) {
@@ -177,21 +183,26 @@ __device__ __forceinline__ bool gives_up(const Arguments& a, int where, long lon
 // it and go on together. Two looks are on their way at a time, half a round trip apart. A hand-off that never comes is
 // written to the fault and given up, and so is then, in a thousandth of the patience, every other one: the kernel ends,
 // the host raises.
-template <typename Arguments, typename Words, typename Load>
-__device__ __forceinline__ Words await(const Arguments& a, int where, uint32_t tag, Words first, Load load) {
-  if (__all_sync(~0u, arrived(first, tag))) return first;
+template <typename Arguments, typename Load>
+__device__ __forceinline__ auto await_again(const Arguments& a, int where, uint32_t tag, Load load) {
   const long long start = clock64();
-  first = load();
+  auto first = load();
   __nanosleep(kHalfRound);
-  Words second = load();
+  auto second = load();
 #pragma unroll 1
   for (uint32_t looks = 0;; ++looks) {
-    if (__all_sync(~0u, arrived(first, tag))) return first;
+    if (all_arrived(first, tag)) return first;
     first = load();
-    if (__all_sync(~0u, arrived(second, tag))) return second;
+    if (all_arrived(second, tag)) return second;
     second = load();
     if (looks % 16 == 0 && gives_up(a, where, start)) return first;  // what is done here the looks wait for
   }
+}
+
+template <typename Arguments, typename Words, typename Load>
+__device__ __forceinline__ Words await(const Arguments& a, int where, uint32_t tag, Words first, Load load) {
+  if (!all_arrived(first, tag)) first = await_again(a, where, tag, load);
+  return first;
 }
 
 template <typename Arguments, typename Load>
